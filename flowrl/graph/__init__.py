@@ -1,0 +1,1 @@
+"""What should be computed: the language, the graph, its checks and its text form."""

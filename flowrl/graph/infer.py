@@ -1,0 +1,539 @@
+"""Pass: infer the type of every edge: columns, provenance, versions, groups. Finds FR-C01, FR-C02 and FR-C03 on the way.
+
+A column that is missing is reported once and then taken as present, so that one typo gives one problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flowrl.errors import Problem
+from flowrl.graph.expressions import COMPARISONS, Binary, Col, Expression, Literal, Where
+from flowrl.graph.losses import is_live, reads_of
+from flowrl.graph.nodes import Graph, Node
+from flowrl.graph.operators import OperatorCall, Read
+from flowrl.graph.types import ColumnInfo, EdgeType, RowsType, WeightsType
+from flowrl.schema import standard as s
+from flowrl.schema.columns import Column, Provenance, nearest
+from flowrl.schema.types import COARSE_TO_FINE, PROMPT, SAMPLE, TOKEN, TURN, ColumnType, Granularity
+
+Writers = dict[str, tuple[str, ...]]
+
+
+@dataclass
+class Inference:
+    """Types of all edges of a graph, by node name, and the problems met."""
+
+    graph: Graph
+    types: dict[str, EdgeType] = field(default_factory=dict)
+    bodies: dict[str, Inference] = field(default_factory=dict)
+    """Inference of sub-graphs, by the node that holds them."""
+    problems: list[Problem] = field(default_factory=list)
+    writers: Writers = field(default_factory=dict)
+    """For each column name, operators known to write it (for fixes)."""
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+
+    def rows(self, name: str) -> RowsType:
+        found = self.types[name]
+        return found if isinstance(found, RowsType) else RowsType()
+
+    def weights(self, name: str) -> WeightsType:
+        found = self.types[name]
+        return found if isinstance(found, WeightsType) else WeightsType(name, 0, name)
+
+    def report(self, code: str, node: Node, found: str, fix: str) -> None:
+        place = node.place
+        self.problems.append(Problem(code, node.name, str(place), place.text, found, fix))
+
+    def all_problems(self) -> list[Problem]:
+        nested = [problem for body in self.bodies.values() for problem in body.all_problems()]
+        return [*self.problems, *nested]
+
+    # --- reading columns -------------------------------------------------------------------------------------------
+
+    def read(self, node: Node, rows: RowsType, name: str, kind: ColumnType | None = None) -> ColumnInfo | None:
+        """Look a column up; FR-C01 when it is missing, FR-C02 when it is of another granularity or type."""
+        info = rows.columns.get(name)
+        if info is None:
+            self._missing(node, rows, name)
+            return None
+        if kind is not None and not kind.accepts(info.type):
+            self._mismatch(node, name, kind, info)
+        return info
+
+    def _missing(self, node: Node, rows: RowsType, name: str) -> None:
+        key = (rows.rowset, name)
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        later = [n.name for n in self.graph if name in _written_by(n)]
+        known = self.writers.get(name, ())
+        if later:
+            fix = f"node '{later[0]}' writes it, on another branch or later: use the rows that '{later[0]}' returns"
+        elif known:
+            fix = f"{' or '.join(known[:3])} writes it; {nearest(name, rows.columns)}"
+        elif rows.is_input:
+            fix = (
+                f"{nearest(name, rows.columns)}; a column that only your data set has is declared with "
+                f'@fr.flow(columns={{"{rows.rowset}": {{"{name}": fr.PROMPT.str}}}})'
+            )
+        else:
+            fix = nearest(name, rows.columns)
+        self.report("FR-C01", node, f"reads column '{name}', which nothing before it writes", fix)
+
+    def _mismatch(self, node: Node, name: str, kind: ColumnType, info: ColumnInfo) -> None:
+        asked, found = kind.granularity, info.type.granularity
+        if asked is found or (found is PROMPT and asked is SAMPLE):
+            fix = f"convert it where '{info.writer}' writes it, or declare the parameter as fr.{info.type}"
+        elif COARSE_TO_FINE.index(asked) > COARSE_TO_FINE.index(found):
+            fix = f"fr.broadcast(rows, '{name}', to=fr.{asked!r}) repeats it, or declare the parameter as fr.{info.type}"
+        else:
+            fix = f"fr.reduce(rows, 'mean', of='{name}') makes one value per row, or declare the parameter as fr.{info.type}"
+        self.report("FR-C02", node, f"reads '{name}' as {kind}; '{info.writer}' writes it as {info.type}", fix)
+
+    def read_all(self, node: Node, rows: RowsType, reads: tuple[Read, ...]) -> None:
+        for read in reads:
+            self.read_declared(node, rows, read)
+
+    def read_declared(self, node: Node, rows: RowsType, read: Read) -> None:
+        """Check one declared read with its fallbacks."""
+        if read.column in rows.columns:
+            self.read(node, rows, read.column, read.type)
+        elif read.broadcast and read.broadcast in rows.columns:
+            self.read(node, rows, read.broadcast)
+        elif not (read.is_optional or read.live):
+            if read.broadcast:
+                self._missing_either(node, rows, read)
+            else:
+                self.read(node, rows, read.column, read.type)
+
+    def _missing_either(self, node: Node, rows: RowsType, read: Read) -> None:
+        known = (*self.writers.get(read.column, ()), *self.writers.get(read.broadcast, ()))
+        fix = f"{' or '.join(known[:3])} writes one of them" if known else nearest(read.column, rows.columns)
+        found = f"reads column '{read.column}' (or '{read.broadcast}'), which nothing before it writes"
+        self.report("FR-C01", node, found, fix)
+
+    # --- writing columns -------------------------------------------------------------------------------------------
+
+    def write(
+        self, node: Node, rows: RowsType, *columns: Column, provenance: Provenance | None = None, replaces: bool = False
+    ) -> RowsType:
+        """Add columns; FR-C03 when one is there already, written by another node."""
+        for column in columns:
+            before = rows.columns.get(column.name)
+            if before is None or replaces or before.writer == rows.rowset and rows.is_input:
+                continue
+            self.report(
+                "FR-C03",
+                node,
+                f"writes '{column.name}', which node '{before.writer}' has already written",
+                f"write another name (out= or select({column.name}_2='{column.name}')), combine rewards with +, "
+                f"or say so: replace=True (with_columns replaces by its nature)",
+            )
+        return rows.with_columns(node.name, *columns, provenance=provenance)
+
+
+def infer(graph: Graph, *, outer: dict[str, EdgeType] | None = None, writers: Writers | None = None) -> Inference:
+    """Types of every edge. `outer` gives the types of a sub-graph's inputs."""
+    found = Inference(graph, writers=writers or {})
+    for node in graph:
+        if node.kind == "input" and outer is not None and node.name in outer:
+            found.types[node.name] = outer[node.name]
+        else:
+            found.types[node.name] = INFER[node.kind](node, found)
+    return found
+
+
+def _written_by(node: Node) -> tuple[str, ...]:
+    operator = node.get("operator")
+    if isinstance(operator, OperatorCall):
+        return tuple(c.name for c in operator.writes)
+    if node.kind == "rollout":
+        return tuple(c.name for c in ROLLOUT_WRITES)
+    out = node.get("out")
+    return (out,) if isinstance(out, str) else ()
+
+
+# --- one function per kind --------------------------------------------------------------------------------------------
+
+ROLLOUT_WRITES = (
+    s.SAMPLE_ID, s.SAMPLE_INDEX, s.RESPONSE, s.RESPONSE_IDS, s.RESPONSE_MASK, s.LOSS_MASK, s.ROLLOUT_LOGPROBS, s.FINISH_REASON,
+    s.NUM_TURNS, s.TEMPERATURE, s.MIN_POLICY_VERSION, s.MAX_POLICY_VERSION,
+)  # fmt: skip
+TOKEN_COLUMNS = (s.PROMPT_IDS, s.RESPONSE_IDS)
+
+
+def _input(node: Node, found: Inference) -> EdgeType:
+    if node["kind"] == "weights":
+        return WeightsType(node.name, 0, node.name)
+    declared = tuple(Column(name, ColumnType.parse(kind)) for name, kind in node.get("columns", ()))
+    rows = RowsType(rowset=node.name, tokens=node.name, is_input=True)
+    return rows.with_columns(node.name, *s.DATA_COLUMNS, *declared)
+
+
+def _rollout(node: Node, found: Inference) -> EdgeType:
+    model = found.weights(node.source("model"))
+    prompts = found.rows(node.source("rows"))
+    if "prompt_ids" not in prompts.columns:
+        found.read(node, prompts, "prompt")
+    found.read(node, prompts, "prompt_id", s.PROMPT_ID.type)
+    kept = {n: i for n, i in prompts.columns.items() if i.type.granularity is PROMPT}
+    if "prompt_ids" not in kept:
+        kept["prompt_ids"] = ColumnInfo(s.PROMPT_IDS.type, node.name)
+    n = node["n"]
+    size: int | None = n
+    if not prompts.is_input and prompts.rowset != prompts.tokens:
+        size = n if prompts.group_size in (None, 1) else n * prompts.group_size
+    writes = (*ROLLOUT_WRITES, *((s.ROLE,) if node.get("role") is not None else ()))
+    rows = RowsType(
+        columns=kept,
+        rowset=node.name,
+        tokens=node.name,
+        token_model=model.model,
+        group_size=size,
+        sampled_by=model.provenance,
+        has_foreign_tokens=node.get("environment") is not None,
+    )
+    return rows.with_columns(node.name, *writes, provenance=model.provenance)
+
+
+def _forward(*columns_of: Callable[[Node], Column]) -> Callable[[Node, Inference], EdgeType]:
+    def infer_forward(node: Node, found: Inference) -> EdgeType:
+        model = found.weights(node.source("model"))
+        rows = found.rows(node.source("rows"))
+        for column in TOKEN_COLUMNS:
+            found.read(node, rows, column.name, column.type)
+        return found.write(node, rows, *(make(node) for make in columns_of), provenance=model.provenance)
+
+    return infer_forward
+
+
+def _update(node: Node, found: Inference) -> EdgeType:
+    model = found.weights(node.source("model"))
+    rows = found.rows(node.source("rows"))
+    for column in TOKEN_COLUMNS:
+        found.read(node, rows, column.name, column.type)
+    mask = node.get("mask", "loss_mask")
+    if not (rows.is_input and mask == "loss_mask"):
+        found.read(node, rows, mask, TOKEN.bool)
+    found.read_all(node, rows, tuple(r for r in reads_of(node["loss"]) if not is_live(r)))
+    key = node["loss"].group_key()
+    if key:
+        found.read(node, rows, key)
+    return WeightsType(model.model, model.version + 1, node.name)
+
+
+def _next_version(node: Node, found: Inference) -> EdgeType:
+    target = found.weights(node.source("model"))
+    return WeightsType(target.model, target.version + 1, node.name)
+
+
+def _after(node: Node, found: Inference) -> EdgeType:
+    then, otherwise = found.weights(node.source("then")), found.weights(node.source("otherwise"))
+    if then.model != otherwise.model:
+        found.report(
+            "FR-W01",
+            node,
+            f"chooses between weights of two models, '{then.model}' and '{otherwise.model}'",
+            "both sides must be versions of one model; fr.assign copies weights from one model to another",
+        )
+    return WeightsType(then.model, max(then.version, otherwise.version), node.name)
+
+
+def _apply(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    operator: OperatorCall = node["operator"]
+    found.read_all(node, rows, operator.reads)
+    if operator.locality.key:
+        found.read(node, rows, operator.locality.key)
+    result = found.write(node, rows, *operator.writes, replaces=_replaces(operator))
+    if operator.is_filter:
+        size = None
+        result = replace(result, rowset=node.name, group_size=size)
+    return result
+
+
+def _replaces(operator: OperatorCall) -> bool:
+    return dict(operator.config).get("replace") is True
+
+
+def _combine(node: Node, found: Inference) -> EdgeType:
+    branches = [found.rows(source) for source in node.sources("rows")]
+    first = branches[0]
+    columns: dict[str, ColumnInfo] = {}
+    for name, branch in zip(node["names"], branches, strict=True):
+        if branch.rowset != first.rowset:
+            found.report(
+                "FR-C02",
+                node,
+                f"adds rewards of different rows: one branch has the rows of '{first.rowset}', another of '{branch.rowset}'",
+                "rewards add up on branches of the same rows; fr.join brings columns of other rows over",
+            )
+        info = found.read(node, branch, "reward", s.REWARD.type)
+        columns.update({k: v for k, v in branch.columns.items() if k != "reward"})
+        if info is not None:
+            columns[f"reward/{name}"] = replace(info, writer=node.name)
+    merged = replace(first, columns=columns)
+    return merged.with_columns(node.name, s.REWARD)
+
+
+def _select(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    renamed = dict(node["renamed"])
+    kept = {k: rows.columns[k] for k in s.KEYS if k in rows.columns and k not in renamed}
+    for name in node["columns"]:
+        info = found.read(node, rows, name)
+        if info is not None:
+            kept[name] = info
+    for new, old in renamed.items():
+        info = found.read(node, rows, old)
+        if info is not None:
+            kept[new] = replace(info, type=_key_type(new, info.type))
+    return replace(rows, columns=kept)
+
+
+def _key_type(name: str, kind: ColumnType) -> ColumnType:
+    # a key keeps its own granularity whatever it is made from: source_id (PROMPT) renamed to sample_id is SAMPLE
+    return s.STANDARD[name].type if name in s.KEYS and kind.dtype == "str" else kind
+
+
+def _with_columns(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    columns = []
+    for name, expression in node["columns"]:
+        for read in expression.columns():
+            found.read(node, rows, read)
+        columns.append(Column(name, expression_type(expression, rows)))
+    return rows.with_columns(node.name, *columns)
+
+
+def expression_type(expression: Expression, rows: RowsType) -> ColumnType:
+    """Type of an expression: the finest granularity of its columns; comparisons are bool, divisions float."""
+    grains = [rows.columns[c].type.granularity for c in expression.columns() if c in rows.columns]
+    finest = max(grains, key=COARSE_TO_FINE.index, default=SAMPLE)
+    return ColumnType(finest, _dtype(expression, rows))
+
+
+_ORDER = ("bool", "u8", "i32", "i64", "f16", "f32", "f64")
+
+
+def _dtype(expression: Expression, rows: RowsType) -> str:
+    match expression:
+        case Col(name):
+            return rows.columns[name].type.dtype if name in rows.columns else "f32"
+        case Literal(value):
+            return {bool: "bool", int: "i64", float: "f32", str: "str"}.get(type(value), "f32")
+        case Binary(op, left, right):
+            if op in COMPARISONS:
+                return "bool"
+            return "f32" if op == "/" else _wider(_dtype(left, rows), _dtype(right, rows))
+        case Where(_, then, otherwise):
+            return _wider(_dtype(then, rows), _dtype(otherwise, rows))
+    raise TypeError(f"no type for {type(expression).__name__}")
+
+
+def _wider(a: str, b: str) -> str:
+    if a not in _ORDER or b not in _ORDER:
+        return a
+    return max(a, b, key=_ORDER.index)
+
+
+def _join(node: Node, found: Inference) -> EdgeType:
+    left, right = found.rows(node.source("rows")), found.rows(node.source("right"))
+    key = node["on"]
+    found.read(node, left, key)
+    found.read(node, right, key)
+    columns = dict(left.columns)
+    for name, info in right.columns.items():
+        if name in (key, *s.KEYS):
+            continue
+        if name in columns:
+            found.report(
+                "FR-C03",
+                node,
+                f"both sides have a column '{name}' (from '{columns[name].writer}' and '{info.writer}')",
+                f"select what you need from the right side, renamed: right.select(other_{name}='{name}')",
+            )
+            continue
+        kind = info.type
+        if node.get("collect"):
+            kind = ColumnType(TURN, kind.dtype, kind.inner)
+        elif kind.granularity.is_ragged and left.tokens != right.tokens:
+            kind = replace(kind, granularity=kind.granularity)
+        columns[name] = replace(info, type=kind, writer=node.name)
+    return replace(left, columns=columns)
+
+
+def _concat(node: Node, found: Inference) -> EdgeType:
+    tables = [found.rows(source) for source in node.sources("rows")]
+    first = tables[0]
+    common = {name: info for name, info in first.columns.items() if all(name in t.columns for t in tables)}
+    for table in tables[1:]:
+        for name in common:
+            if not common[name].type.accepts(table.columns[name].type):
+                found._mismatch(node, name, common[name].type, table.columns[name])
+    models = {t.sampled_by for t in tables}
+    token_models = {t.token_model for t in tables}
+    return RowsType(
+        columns={n: _joined_provenance(n, i, tables) for n, i in common.items()},
+        rowset=node.name,
+        tokens=node.name,
+        token_model=first.token_model if len(token_models) == 1 else "",
+        group_size=first.group_size if len({t.group_size for t in tables}) == 1 else None,
+        sampled_by=first.sampled_by if len(models) == 1 else None,
+        has_foreign_tokens=any(t.has_foreign_tokens for t in tables),
+        splits=tuple(dict.fromkeys(split for t in tables for split in t.splits)),
+        is_mixed=any(t.is_mixed for t in tables),
+    )
+
+
+def _joined_provenance(name: str, info: ColumnInfo, tables: list[RowsType]) -> ColumnInfo:
+    same = all(t.columns[name].provenance == info.provenance for t in tables)
+    return info if same else replace(info, provenance=None)
+
+
+def _filter(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    for name in node["keep"].columns():
+        found.read(node, rows, name)
+    return replace(rows, rowset=node.name, group_size=None)
+
+
+def _broadcast(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    info = found.read(node, rows, node["column"])
+    target = Granularity[node["to"]]
+    kind = info.type if info is not None else SAMPLE.f32
+    if COARSE_TO_FINE.index(kind.granularity) >= COARSE_TO_FINE.index(target):
+        fix = "fr.reduce goes the other way" if kind.granularity is not target else "use the column as it is"
+        found.report("FR-C02", node, f"broadcasts '{node['column']}' to {target!r}, but it is {kind} already", fix)
+    return found.write(node, rows, Column(node["out"], replace(kind, granularity=target)), replaces=node["out"] == node["column"])
+
+
+def _reduce(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    if "of" in dict(node.params):
+        info = found.read(node, rows, node["of"])
+        if info is not None and not info.type.granularity.is_ragged:
+            fix = "reduce over rows of a key instead: fr.reduce(rows, how, by='prompt_id')"
+            found.report("FR-C02", node, f"reduces '{node['of']}', which is {info.type}: one value per row already", fix)
+        dtype = "i32" if node["how"] == "count" else "f32"
+        return found.write(node, rows, Column(node["out"], ColumnType(SAMPLE, dtype)))
+    found.read(node, rows, node["by"])
+    kept = {n: i for n, i in rows.columns.items() if not i.type.granularity.is_ragged}
+    return replace(rows, columns=kept, rowset=node.name, tokens="", group_size=1, splits=())
+
+
+def _prompts_from(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    for name in node["reads"]:
+        found.read(node, rows, name)
+    found.read(node, rows, "sample_id")
+    kept = {"answer": rows.columns["answer"]} if "answer" in rows.columns else {}
+    made = RowsType(columns=kept, rowset=node.name, tokens=node.name, group_size=None)
+    return made.with_columns(node.name, s.PROMPT_ID, s.PROMPT_TEXT, s.SOURCE_ID)
+
+
+def _buffer(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    columns = {
+        name: replace(info, provenance=Provenance(info.provenance.model, None)) if info.provenance else info
+        for name, info in rows.columns.items()
+    }
+    by = node.get("by", "")
+    if by:
+        found.read(node, rows, by)
+    mixed = replace(rows.sampled_by, version=None) if rows.sampled_by else None
+    return replace(
+        rows,
+        columns=columns,
+        rowset=node.name,
+        sampled_by=mixed,
+        splits=(*rows.splits, (node.name, by)),
+        is_mixed=True,
+        group_size=rows.group_size if by else None,
+    )
+
+
+def _refill(node: Node, found: Inference) -> EdgeType:
+    assert node.body is not None
+    outer: dict[str, EdgeType] = {"prompts": found.types[node.source("rows")]}
+    for port, source in node.inputs:
+        if port != "rows":
+            outer[source] = found.types[source]
+    body = infer(node.body, outer=outer, writers=found.writers)
+    found.bodies[node.name] = body
+    rows = body.rows(node.body.outputs[0])
+    operator: OperatorCall = node["keep"]
+    last = node.body[node.body.outputs[0]]
+    body.read_all(last, rows, operator.reads)
+    body.read(last, rows, node["by"])
+    result = rows.with_columns(node.name, *operator.writes)
+    columns = {n: replace(i, writer=node.name) for n, i in result.columns.items()}
+    return replace(result, columns=columns, rowset=node.name, tokens=node.name)
+
+
+def _repeat(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    by = node.get("by", "")
+    if by:
+        found.read(node, rows, by)
+    splits = (*rows.splits, (node.name, by)) if node["minibatches"] > 1 else rows.splits
+    return replace(rows, steps=rows.steps * node["epochs"] * node["minibatches"], splits=splits)
+
+
+def _same_rows(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    for name in node.get("columns", ()):
+        found.read(node, rows, name)
+    return rows
+
+
+def _copy(node: Node, found: Inference) -> EdgeType:
+    rows = found.rows(node.source("rows"))
+    for new, old in node["columns"]:
+        info = found.read(node, rows, old)
+        if info is not None:
+            rows = replace(rows, columns={**rows.columns, new: replace(info, writer=node.name)})
+    return rows
+
+
+def _out(kind: ColumnType) -> Callable[[Node], Column]:
+    return lambda node: Column(node["out"], kind)
+
+
+INFER: dict[str, Callable[[Node, Inference], EdgeType]] = {
+    "input": _input,
+    "rollout": _rollout,
+    "logprobs": _forward(_out(TOKEN.f32)),
+    "top_logprobs": _forward(
+        lambda node: Column(f"{node['out']}_ids", TOKEN.i32[node["k"]]),
+        lambda node: Column(f"{node['out']}_logprobs", TOKEN.f32[node["k"]]),
+    ),
+    "values": _forward(_out(TOKEN.f32)),
+    "score": _forward(_out(SAMPLE.f32)),
+    "update": _update,
+    "assign": _next_version,
+    "ema": _next_version,
+    "after": _after,
+    "apply": _apply,
+    "combine": _combine,
+    "select": _select,
+    "with_columns": _with_columns,
+    "join": _join,
+    "concat": _concat,
+    "filter": _filter,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "copy": _copy,
+    "prompts_from": _prompts_from,
+    "buffer": _buffer,
+    "refill": _refill,
+    "repeat": _repeat,
+    "every": _same_rows,
+    "log": _same_rows,
+}
+
+

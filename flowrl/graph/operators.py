@@ -1,0 +1,396 @@
+"""Operators: a function, the columns it reads and writes, and how far it must see.
+
+    @fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=fr.group("prompt_id"))
+    def rloo(reward: fr.SAMPLE.f32):
+        n = len(reward)
+        return (reward - reward.mean()) * n / (n - 1)
+
+Positional parameters are the columns read, keyword-only parameters the configuration. Called with rows of a flow it
+adds a node; called with configuration alone it is bound for later (`filters.has_signal(eps=0)`); called with
+arrays it is the plain function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from flowrl.errors import ConfigError, SchemaError
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of
+from flowrl.graph.values import Scalar, freeze, freeze_config
+from flowrl.schema.columns import Column, nearest
+from flowrl.schema.standard import STANDARD
+from flowrl.schema.types import Asked, ColumnType
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """How many rows an operator must see together.
+
+    `row`: any chunk of rows gives the same answer. `group(key)`: all rows with equal `key`. `batch`: all rows of the step.
+    `stateful`: all rows, plus what it remembers from earlier steps.
+    """
+
+    kind: str
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("row", "group", "batch", "stateful"):
+            raise ConfigError(
+                f"locality is 'row', fr.group(key), 'batch' or 'stateful'; found '{self.kind}'; "
+                f"{nearest(self.kind, ('row', 'group', 'batch', 'stateful'))}"
+            )
+        if (self.kind == "group") != bool(self.key):
+            raise ConfigError("a group needs the column that makes it: locality=fr.group('prompt_id')")
+
+    def __str__(self) -> str:
+        return f"group({self.key})" if self.key else self.kind
+
+
+def group(key: str = "prompt_id") -> Locality:
+    """Locality of an operator that must see all rows with equal `key` together."""
+    return Locality("group", key)
+
+
+class State(dict[str, Any]):
+    """What a stateful operator remembers between steps; saved with checkpoints.
+
+    An operator asks for it with a keyword-only parameter annotated `fr.State`; `state.setdefault("beta", 0.1)` starts it.
+    Values must be numbers, strings, lists, dicts or NumPy arrays.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a filter that also writes columns returns: `mask` [N] of rows to keep, and columns of all N rows."""
+
+    mask: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One column an operator or a loss reads."""
+
+    param: str
+    column: str
+    type: ColumnType | None = None
+    """None: any type."""
+    broadcast: str = ""
+    """Coarser column used, repeated, when `column` is not there."""
+    live: str = ""
+    """In a loss: live column used without gradient when `column` is not there."""
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        name = self.param if self.param == self.column else f"{self.param}={self.column}"
+        kind = f": {self.type}" if self.type is not None else ""
+        more = f" or broadcast({self.broadcast})" if self.broadcast else f" or live({self.live})" if self.live else ""
+        return f"{name}{kind}{more}{' optional' if self.is_optional else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator with its configuration: what a node holds. Compared by name, spec hash and configuration."""
+
+    name: str
+    """`module:qualname`."""
+    hash: str
+    """Spec hash: columns, locality, configuration names and defaults, normalised code."""
+    config: tuple[tuple[str, Any], ...]
+    """Every configuration value, defaults included, sorted by name."""
+    reads: tuple[Read, ...]
+    writes: tuple[Column, ...]
+    locality: Locality
+    is_filter: bool = False
+    """True when it returns which rows to keep."""
+    min_group: int = 1
+    """Fewest rows of a group its answer makes sense for."""
+    each_row: bool = False
+    """True when the function takes one row's values and returns one row's answer."""
+    timeout_s: float | None = None
+    on_error: str = "raise"
+    state_param: str = ""
+    function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(":")[2].rpartition(".")[2]
+
+    def __call__(self, rows: Any) -> Any:
+        """Apply to rows of a flow."""
+        from flowrl.graph.language import apply
+
+        return apply(rows, self)
+
+    def resolve(self) -> Callable[..., Any]:
+        """The plain function; imported by name when the graph came from text."""
+        if self.function is not None:
+            return self.function
+        found = FunctionRef(self.name, self.hash).resolve()
+        if isinstance(found, Operator):
+            return found.function
+        raise ConfigError(f"'{self.name}' is not an operator any more; found {type(found).__name__}")
+
+
+class Operator:
+    """A function with its declaration. Made by `@fr.operator`."""
+
+    def __init__(self, function: Callable[..., Any], declared: _Declared, names: Mapping[str, Any]) -> None:
+        self.function = function
+        self.name = path_of(function)
+        self.declared = declared
+        self.place = place_of(function)
+        self.reads, self.defaults, self.state_param = read_signature(function, names, kind="operator")
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+        self.__qualname__ = function.__qualname__
+        self.__module__ = function.__module__
+        self.__wrapped__ = function
+        _check_declared(self)
+
+    @property
+    def hash(self) -> str:
+        """Identity of the operator: what it reads, writes, how far it sees, its configuration and its code."""
+        writes = self.declared.writes
+        spec = (
+            [str(read) for read in self.reads],
+            code_hash(writes) if callable(writes) else sorted((n, str(t)) for n, t in writes.items()),
+            code_hash(self.declared.locality) if callable(self.declared.locality) else str(self.declared.locality),
+            sorted((name, repr(value)) for name, value in self.defaults.items()),
+            self.declared.is_filter,
+            self.declared.each_row,
+            code_hash(self.function),
+        )
+        return digest(repr(spec))
+
+    def bind(self, *args: Any, **config: Any) -> OperatorCall:
+        """The operator with its configuration fixed; unknown or missing values are refused."""
+        full = freeze_config(self.__name__, self.defaults, args, config)
+        d = self.declared
+        writes = d.writes(**full) if callable(d.writes) else d.writes
+        locality = d.locality(**full) if callable(d.locality) else d.locality
+        return OperatorCall(
+            name=self.name,
+            hash=self.hash,
+            config=tuple(sorted(full.items())),
+            reads=tuple(resolve_read(read, full, self.__name__) for read in self.reads),
+            writes=tuple(Column(name, kind.resolve(full)) for name, kind in writes.items()),
+            locality=locality if isinstance(locality, Locality) else Locality(locality),
+            is_filter=d.is_filter,
+            min_group=d.min_group(**full) if callable(d.min_group) else d.min_group,
+            each_row=d.each_row,
+            timeout_s=d.timeout_s,
+            on_error=d.on_error,
+            state_param=self.state_param,
+            function=self.function,
+        )
+
+    def __call__(self, *args: Any, **config: Any) -> Any:
+        from flowrl.graph.handles import Parts, Rows
+
+        if args and isinstance(args[0], Rows | Parts):
+            return self.bind(*args[1:], **config)(args[0])
+        if len(args) >= sum(1 for read in self.reads if not read.is_optional) and args:
+            return self.function(*args, **config)
+        return self.bind(*args, **config)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_operator_at, (self.name,))
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name} ({', '.join(map(str, self.reads))})>"
+
+
+def _operator_at(name: str) -> Any:
+    return FunctionRef(name, "").resolve()
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    writes: Mapping[str, ColumnType] | Callable[..., Mapping[str, ColumnType]]
+    locality: Locality | str | Callable[..., Locality | str]
+    is_filter: bool
+    min_group: int | Callable[..., int]
+    each_row: bool
+    timeout_s: float | None
+    on_error: str
+
+
+@overload
+def operator(
+    *,
+    writes: Mapping[str, ColumnType] | Callable[..., Mapping[str, ColumnType]] = ...,
+    locality: Locality | str | Callable[..., Locality | str] = ...,
+    filter: bool = ...,
+    min_group: int | Callable[..., int] = ...,
+    each_row: bool = ...,
+    timeout_s: float | None = ...,
+    on_error: str = ...,
+) -> Callable[[Callable[..., Any]], Operator]: ...
+@overload
+def operator(function: Callable[..., Any], /) -> Operator: ...
+
+
+def operator(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    writes: Mapping[str, ColumnType] | Callable[..., Mapping[str, ColumnType]] | None = None,
+    locality: Locality | str | Callable[..., Locality | str] = "row",
+    filter: bool = False,
+    min_group: int | Callable[..., int] = 1,
+    each_row: bool = False,
+    timeout_s: float | None = None,
+    on_error: str = "raise",
+) -> Any:
+    """Declare a function as an operator.
+
+    Args:
+        writes: column name to type, or a function of the configuration that returns that.
+        locality: `"row"` (default), `fr.group(key)`, `"batch"`, `"stateful"`, or a function of the configuration.
+        filter: the function returns a boolean per row (true keeps it), or `fr.Keep(mask, columns)`.
+        min_group: fewest rows of a group for which the answer makes sense (checked where the size is known: FR-G02).
+        each_row: the function takes the values of one row and returns one row's answer; it may be slow or fail.
+        timeout_s: seconds one row (each_row) or one call may take. None waits for ever only if you do.
+        on_error: `"raise"`, or `"flag"`: the row's numbers become NaN and `row_error` says why.
+
+    The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
+    It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
+
+    Errors: ConfigError for a declaration that makes no sense; SchemaError for annotations that are not column types.
+    """
+    if function is not None:
+        raise ConfigError(
+            f"@fr.operator needs to know what '{function.__name__}' writes: "
+            '@fr.operator(writes={"column": fr.SAMPLE.f32})'
+        )
+    frame = sys._getframe(1)
+    names = {**frame.f_globals, **frame.f_locals}
+    if locality == "stateful" or isinstance(locality, Locality) or callable(locality):
+        declared_locality: Any = locality
+    else:
+        declared_locality = Locality(locality)
+    declared = _Declared(
+        writes if writes is not None else {}, declared_locality, filter, min_group, each_row, timeout_s, on_error
+    )
+    return lambda f: Operator(f, declared, names)
+
+
+def reward(
+    function: Callable[..., Any] | None = None, /, *, timeout_s: float | None = 30.0, on_error: str = "flag"
+) -> Any:
+    """Declare a function of one row's values that returns its reward.
+
+    Example:
+        @fr.reward
+        def exact(response, answer):
+            return float(response.strip() == answer)
+
+    Writes `reward`. A row whose call raises or takes longer than `timeout_s` seconds gets NaN and a `row_error`
+    (`on_error="flag"`), or ends the run (`on_error="raise"`).
+    """
+    frame = sys._getframe(1)
+    names = {**frame.f_globals, **frame.f_locals}
+    from flowrl.schema.standard import REWARD
+
+    declared = _Declared({"reward": REWARD.type}, Locality("row"), False, 1, True, timeout_s, on_error)
+    if function is not None:
+        return Operator(function, declared, names)
+    return lambda f: Operator(f, declared, names)
+
+
+def read_signature(
+    function: Callable[..., Any], names: Mapping[str, Any], *, kind: str
+) -> tuple[tuple[Read, ...], dict[str, Any], str]:
+    """(columns read, configuration with defaults, name of the State parameter) of a declared function."""
+    reads: list[Read] = []
+    defaults: dict[str, Any] = {}
+    state_param = ""
+    for param in inspect.signature(function).parameters.values():
+        if param.kind in (param.VAR_POSITIONAL, param.VAR_KEYWORD):
+            raise SchemaError(
+                f"{kind} '{function.__name__}' has '*{param.name}'; its parameters are the columns it reads, "
+                "so each must be named"
+            )
+        annotation = _annotation(param.annotation, names, function)
+        if param.kind is param.KEYWORD_ONLY:
+            if annotation is State:
+                state_param = param.name
+            else:
+                defaults[param.name] = REQUIRED if param.default is param.empty else freeze(param.default)
+            continue
+        reads.append(_read(param, annotation, function, kind))
+    return tuple(reads), defaults, state_param
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED = _Required()
+
+
+def _annotation(annotation: Any, names: Mapping[str, Any], function: Callable[..., Any]) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return None
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, {**names, **getattr(function, "__globals__", {})})
+    except Exception as error:  # an annotation is arbitrary code; whatever it raises is reported with its text
+        raise SchemaError(f"annotation '{annotation}' of '{function.__name__}' cannot be read: {error}") from error
+
+
+def _read(param: inspect.Parameter, annotation: Any, function: Callable[..., Any], kind: str) -> Read:
+    standard = STANDARD[param.name].type if param.name in STANDARD else None
+    if isinstance(annotation, Asked):
+        column = "" if annotation.named_by else annotation.column or param.name
+        return Read(
+            param.name,
+            column or f"${annotation.named_by}",
+            annotation.type,
+            annotation.broadcast,
+            annotation.live,
+            annotation.is_optional,
+        )
+    if isinstance(annotation, ColumnType):
+        return Read(param.name, param.name, annotation, is_optional=param.default is None)
+    # plain Python annotations (str, float, Any, torch.Tensor) document the function and say nothing of granularity
+    return Read(param.name, param.name, standard, is_optional=param.default is None)
+
+
+def resolve_read(read: Read, config: Mapping[str, Any], name: str) -> Read:
+    """Fill in the column name that a configuration value holds."""
+    if not read.column.startswith("$"):
+        kind = read.type.resolve(dict(config)) if read.type is not None else None
+        return Read(read.param, read.column, kind, read.broadcast, read.live, read.is_optional)
+    column = config.get(read.column[1:])
+    if column is None and read.is_optional:
+        return Read(read.param, read.param, read.type, is_optional=True)
+    if not isinstance(column, str):
+        raise ConfigError(f"'{name}' needs the name of a column in '{read.column[1:]}'; found {column!r}")
+    return Read(read.param, column, read.type, read.broadcast, read.live, read.is_optional)
+
+
+def _check_declared(op: Operator) -> None:
+    d = op.declared
+    if d.on_error not in ("raise", "flag"):
+        raise ConfigError(f"on_error of '{op.__name__}' is 'raise' or 'flag'; found {d.on_error!r}")
+    if not callable(d.writes):
+        for column, kind in d.writes.items():
+            if not isinstance(kind, ColumnType):
+                raise SchemaError(
+                    f"'{op.__name__}' writes '{column}' with {kind!r}; a column type looks like fr.SAMPLE.f32"
+                )
+        if not d.writes and not d.is_filter:
+            raise ConfigError(f"'{op.__name__}' writes nothing and is no filter; declare writes= or filter=True")
+    if op.state_param and d.locality != "stateful" and str(d.locality) != "stateful":
+        raise ConfigError(f"'{op.__name__}' asks for fr.State; declare locality='stateful'")
+
+
+__all__ = ["Keep", "Locality", "Operator", "OperatorCall", "Read", "Scalar", "State", "group", "operator", "reward"]

@@ -1,0 +1,117 @@
+"""A model as a run is given it: where its weights come from, how it trains, what samples from it.
+
+Nothing here loads anything; engines do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
+
+PRECISIONS = ("fp32", "bf16")
+HEADS = ("lm", "value", "reward")
+SAMPLERS = ("transformers", "vllm")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the runtime needs of a tokenizer. Hugging Face tokenizers are adapted; a small class of your own will do."""
+
+    vocab_size: int
+    """Ids that may be sampled: 0 to vocab_size - 1, even when the embedding is padded beyond."""
+    eos_ids: frozenset[int]
+    """Every id that ends a response (models may have several)."""
+    pad_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt as the model sees it: template and special tokens applied exactly once."""
+        ...
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids of text that follows other tokens (tool output): no template, no special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids for equal text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """AdamW and its learning-rate schedule (Loshchilov and Hutter, arXiv 1711.05101).
+
+    The rate of optimizer step i (from 0) is `lr * min(1, (i + 1) / warmup_steps)` while warming up, then constant, or
+    falling linearly or as a cosine to `min_lr` at `total_steps`.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr: float = 0.0
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; None turns clipping off."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}; found {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ConfigError(f"schedule '{self.schedule}' needs total_steps, the optimizer step at which it ends")
+        if not self.lr > 0:
+            raise ConfigError(f"AdamW needs lr > 0; found {self.lr!r}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a run.
+
+    Example:
+        fr.Model("HuggingFaceTB/SmolLM2-135M-Instruct", optimizer=fr.AdamW(lr=1e-6))
+        fr.Model(module, tokenizer=tokenizer)          # a torch module you built
+    """
+
+    source: Any
+    """A Hugging Face name or path, or a function without arguments that builds a module, or a module (Transformers-like).
+    With the null engine, anything."""
+    tokenizer: Any = None
+    """None takes the tokenizer that belongs to `source`."""
+    head: str = "lm"
+    """`lm` (language model), `value` (a value per token) or `reward` (a score per response)."""
+    optimizer: AdamW = field(default_factory=AdamW)
+    precision: str = "fp32"
+    """`fp32`, or `bf16`: forward and backward in bfloat16, master weights and optimizer in fp32."""
+    device: str | None = None
+    """None takes a GPU if there is one."""
+    sampler: str = "transformers"
+    """What samples from it: `transformers` (always there) or `vllm`."""
+    sampler_options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the sampler (for vLLM: `gpu_memory_utilization`, `max_model_len`, ...)."""
+    micro_batch_tokens: int = 16384
+    """Most tokens (prompt and response) in one forward with gradient."""
+    sample_batch_tokens: int = 65536
+    """Most tokens held at once while sampling or computing log-probabilities."""
+    chat_template: bool | None = None
+    """Wrap a text prompt as a user message; None does so when the tokenizer has a template."""
+    max_context: int | None = None
+    """Longest prompt plus response; None takes the model's own limit."""
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("precision", self.precision, PRECISIONS), ("head", self.head, HEADS), ("sampler", self.sampler, SAMPLERS)):
+            if value not in known:
+                raise ConfigError(f"Model {name} is one of {', '.join(known)}; found {value!r}; {nearest(str(value), known)}")
+        if self.micro_batch_tokens < 1 or self.sample_batch_tokens < 1:
+            raise ConfigError("Model needs micro_batch_tokens and sample_batch_tokens of at least 1")

@@ -1,0 +1,1 @@
+"""Operators for FlowRL: advantages, losses, rewards, filters, evaluation."""
