@@ -207,6 +207,10 @@ class Host(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def model(self) -> Model:
+        """The model as it is now (its source the live module), to give to another run without going through a file."""
+        ...
+
     def save(self, path: str) -> None:
         """Write the weights where Transformers can load them (the null engine: a JSON file)."""
         ...

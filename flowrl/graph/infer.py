@@ -248,15 +248,11 @@ def _apply(node: Node, found: Inference) -> EdgeType:
     found.read_all(node, rows, operator.reads)
     if operator.locality.key:
         found.read(node, rows, operator.locality.key)
-    result = found.write(node, rows, *operator.writes, replaces=_replaces(operator))
+    result = found.write(node, rows, *operator.writes, replaces=operator.replaces)
     if operator.is_filter:
         size = None
         result = replace(result, rowset=node.name, group_size=size)
     return result
-
-
-def _replaces(operator: OperatorCall) -> bool:
-    return dict(operator.config).get("replace") is True
 
 
 def _combine(node: Node, found: Inference) -> EdgeType:

@@ -114,6 +114,8 @@ class OperatorCall:
     timeout_s: float | None = None
     on_error: str = "raise"
     state_param: str = ""
+    replaces: bool = False
+    """True when it may write a column that is there already."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -168,7 +170,11 @@ class Operator:
         return digest(repr(spec))
 
     def bind(self, *args: Any, **config: Any) -> OperatorCall:
-        """The operator with its configuration fixed; unknown or missing values are refused."""
+        """The operator with its configuration fixed; unknown or missing values are refused.
+
+        Every operator also takes `replace=True`: it may then write columns that are there already.
+        """
+        replaces = bool(config.pop("replace", False)) if "replace" not in self.defaults else False
         full = freeze_config(self.__name__, self.defaults, args, config)
         d = self.declared
         writes = d.writes(**full) if callable(d.writes) else d.writes
@@ -186,6 +192,7 @@ class Operator:
             timeout_s=d.timeout_s,
             on_error=d.on_error,
             state_param=self.state_param,
+            replaces=replaces or d.replaces or full.get("replace") is True,
             function=self.function,
         )
 
@@ -218,6 +225,7 @@ class _Declared:
     each_row: bool
     timeout_s: float | None
     on_error: str
+    replaces: bool = False
 
 
 @overload
@@ -230,6 +238,7 @@ def operator(
     each_row: bool = ...,
     timeout_s: float | None = ...,
     on_error: str = ...,
+    replaces: bool = ...,
 ) -> Callable[[Callable[..., Any]], Operator]: ...
 @overload
 def operator(function: Callable[..., Any], /) -> Operator: ...
@@ -246,6 +255,7 @@ def operator(
     each_row: bool = False,
     timeout_s: float | None = None,
     on_error: str = "raise",
+    replaces: bool = False,
 ) -> Any:
     """Declare a function as an operator.
 
@@ -257,6 +267,7 @@ def operator(
         each_row: the function takes the values of one row and returns one row's answer; it may be slow or fail.
         timeout_s: seconds one row (each_row) or one call may take. None waits for ever only if you do.
         on_error: `"raise"`, or `"flag"`: the row's numbers become NaN and `row_error` says why.
+        replaces: it is meant to change a column that is there already (otherwise that is FR-C03).
 
     The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
     It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
@@ -275,7 +286,7 @@ def operator(
     else:
         declared_locality = Locality(locality)
     declared = _Declared(
-        writes if writes is not None else {}, declared_locality, filter, min_group, each_row, timeout_s, on_error
+        writes if writes is not None else {}, declared_locality, filter, min_group, each_row, timeout_s, on_error, replaces
     )
     return lambda f: Operator(f, declared, names)
 
@@ -356,7 +367,7 @@ def _read(param: inspect.Parameter, annotation: Any, function: Callable[..., Any
             annotation.type,
             annotation.broadcast,
             annotation.live,
-            annotation.is_optional,
+            annotation.is_optional or param.default is None,
         )
     if isinstance(annotation, ColumnType):
         return Read(param.name, param.name, annotation, is_optional=param.default is None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flowrl.errors import ConfigError, TraceError
 from flowrl.graph.code import FunctionRef, path_of, resolve
@@ -98,6 +98,34 @@ def freeze(value: Any) -> Any:
         f"a flow's configuration is made of None, bool, int, float, str, lists, dicts, functions, operators and losses; "
         f"found {type(value).__name__}. Data and models are parameters of the flow instead"
     )
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What answers a policy turn by turn in a rollout with `environment=`; a component builds one per rollout node.
+
+    It works on text; the runtime encodes what it says and holds those tokens out of training.
+
+    Example:
+        class Guess:
+            def reset(self, row):                  # one episode per response
+                return {"secret": row["answer"]}
+
+            def step(self, state, response):
+                return None if response == state["secret"] else "no, try again"
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin an episode for one response; `row` has the prompt's columns. Returns the episode's own state."""
+        ...
+
+    def step(self, state: Any, response: str) -> str | None:
+        """Answer the policy's turn `response` with text for its next turn, or None to end the episode.
+
+        `state` is what `reset` returned for this episode and may be changed in place. Calls for different episodes may come in
+        any order.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

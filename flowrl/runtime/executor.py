@@ -1,0 +1,155 @@
+"""Evaluate a graph one step at a time, in this process.
+
+    step(i):  needed = what the roots ask for at step i  ->  run those nodes in the order they were written
+                        |
+                        `every`, `after` and `assign(every=)` decide by the step number, before anything runs
+
+A handler per kind of node does the work; the executor never asks what a node is for. Order of writing is a safe order:
+weights change in place, and FR-W01 refuses graphs that read an old version after a new one was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flowrl.engines.protocol import Host
+from flowrl.errors import RunError
+from flowrl.graph.nodes import Graph, Node
+from flowrl.runtime import models, tables
+from flowrl.runtime.context import Context, Memory, StepLog, Table, Value, Version
+from flowrl.runtime.data import Data
+from flowrl.store.rows import RowBatch
+
+HANDLERS: dict[str, Callable[[Node, Context], Value]] = {
+    "rollout": models.rollout,
+    "logprobs": models.logprobs,
+    "top_logprobs": models.top_logprobs,
+    "values": models.values,
+    "score": models.score,
+    "update": models.update,
+    "assign": models.assign,
+    "ema": models.ema,
+    "apply": tables.apply,
+    "combine": tables.combine,
+    "select": tables.select,
+    "with_columns": tables.with_columns,
+    "filter": tables.filter,
+    "join": tables.join,
+    "concat": tables.concat,
+    "broadcast": tables.broadcast,
+    "reduce": tables.reduce,
+    "copy": tables.copy,
+    "prompts_from": tables.prompts_from,
+    "buffer": tables.buffer,
+    "refill": tables.refill,
+    "repeat": tables.repeat,
+    "every": tables.same,
+    "log": tables.log,
+}
+"""Kind of node to what runs it. `input` and `after` are settled by the executor itself: they only pass values on."""
+
+Observer = Callable[[Node, Value, float, float, str], None]
+"""Called after each node with (node, value, start, end, path)."""
+
+
+@dataclass
+class Executor:
+    """Runs steps of one graph.
+
+    Example:
+        executor = Executor(graph, hosts={"policy": host}, data={"prompts": data}, seed=0)
+        values, log = executor.step(0)
+    """
+
+    graph: Graph
+    hosts: dict[str, Host]
+    data: dict[str, Data]
+    seed: int = 0
+    max_tokens: int = 256
+    memory: Memory = field(default_factory=Memory)
+    observe: Observer | None = None
+
+    def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
+        """Run one iteration of the flow; returns every computed value by node name, and the step's log."""
+        log = StepLog()
+        context = Context(
+            self.graph, number, self.seed, self.max_tokens, self.memory, log, self.data, run_body=self._run_body
+        )
+        self._evaluate(context)
+        return context.values, log
+
+    def _evaluate(self, context: Context) -> None:
+        asked = needed(context.graph, context.step)
+        for node in context.graph:
+            if node.name not in asked or node.name in context.values:
+                continue
+            start = time.perf_counter()
+            value = self._value(node, context)
+            context.values[node.name] = value
+            end = time.perf_counter()
+            if node.kind not in ("input", "refill"):
+                context.log.seconds[node.kind] = context.log.seconds.get(node.kind, 0.0) + end - start
+            if self.observe is not None:
+                self.observe(node, value, start, end, context.path)
+
+    def _value(self, node: Node, context: Context) -> Value:
+        if node.kind == "input":
+            return self._input(node)
+        if node.kind == "after":
+            return context.values[chosen(node, context.step)]
+        try:
+            handler = HANDLERS[node.kind]
+        except KeyError:
+            raise RunError(f"no handler for nodes of kind '{node.kind}'; add one to HANDLERS") from None
+        return handler(node, context)
+
+    def _input(self, node: Node) -> Value:
+        if node["kind"] == "weights":
+            return Version(self.hosts[node.name])
+        return Table(tables.unique_prompts(self.data[node.name].next()))
+
+    def _run_body(self, context: Context, node: Node, prompts: RowBatch, number: int) -> RowBatch:
+        """One round of a node that holds a sub-graph."""
+        assert node.body is not None
+        values: dict[str, Value] = {"prompts": Table(prompts)}
+        for port, source in node.inputs:
+            if port != "rows":
+                values[source] = context.values[source]
+        inner = Context(
+            node.body, context.step, context.seed, context.max_tokens, context.memory, context.log, context.data,
+            values, f"{context.path}{node.name}/", self._run_body,
+        )  # fmt: skip
+        self._evaluate(inner)
+        found = inner.values[node.body.outputs[0]]
+        if not isinstance(found, Table):
+            raise RunError(f"the body of '{node.name}' ({node.place}) must return rows")
+        return found.batch
+
+
+def chosen(node: Node, step: int) -> str:
+    """The side of an `after` node that holds at a step."""
+    return node.source("then") if step >= node["step"] else node.source("otherwise")
+
+
+def is_due(node: Node, step: int) -> bool:
+    """Whether an `every` node acts at a step: the n-th, 2n-th, ... of the run."""
+    return bool((step + 1) % node["steps"] == 0)
+
+
+def needed(graph: Graph, step: int) -> frozenset[str]:
+    """Names of the nodes that step `step` computes."""
+    found: set[str] = set()
+    todo = [name for name in graph.roots if graph[name].kind != "every" or is_due(graph[name], step)]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        node = graph[name]
+        if node.kind == "after":
+            todo.append(chosen(node, step))
+        else:
+            todo.extend(source for _, source in node.inputs)
+    return frozenset(found)

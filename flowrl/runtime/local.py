@@ -1,0 +1,255 @@
+"""Run a flow in this process: eager, one step after the other, every operator open to pdb, print and pytest.
+
+    run = fr.run_local(grpo(group_size=4), steps=100, prompts=data, policy=fr.Model("path"), ref=fr.Model("path"))
+    run.metrics[-1]["reward/mean"], run.path, run.model("policy")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrl.engines import open_engine
+from flowrl.engines.protocol import Host
+from flowrl.errors import CheckError, ConfigError, DataError, RunError
+from flowrl.graph.checks import find_problems
+from flowrl.graph.flows import Flow
+from flowrl.graph.nodes import Graph, Node
+from flowrl.graph.passes import optimise
+from flowrl.model import Model
+from flowrl.runtime.context import Table, Value
+from flowrl.runtime.data import Data
+from flowrl.runtime.executor import Executor
+from flowrl.runtime.observe import Observation
+from flowrl.runtime.options import OPTION_NAMES, Options
+from flowrl.schema.columns import nearest
+from flowrl.store.rows import RowBatch
+
+USE_OF = {
+    "rollout": "generate",
+    "logprobs": "logprobs",
+    "top_logprobs": "top_logprobs",
+    "values": "values",
+    "score": "score",
+    "update": "update",
+}
+"""Kind of node to what it does with the model on its port `model`."""
+
+
+@dataclass
+class Run:
+    """What a run was and gave. Keeps its models open until `close` (or the end of a `with` block)."""
+
+    graph: Graph
+    """The graph that ran, after pruning and merging."""
+    notes: tuple[str, ...]
+    """What pruning and merging did."""
+    path: Path | None
+    """Folder of the run, or None when nothing was written."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One dict of numbers per step."""
+    status: str = "running"
+    """`running`, `finished`, `interrupted` or `failed`."""
+    hosts: dict[str, Host] = field(default_factory=dict)
+    last: dict[str, Value] = field(default_factory=dict)
+    """Values of the last step by node name."""
+
+    def rows(self, node: str | None = None) -> RowBatch:
+        """Rows a node gave in the last step; without a name, those of the flow's first output that is a table."""
+        if node is None:
+            tables = [name for name in self.graph.outputs if isinstance(self.last.get(name), Table)]
+            if not tables:
+                raise RunError(f"flow '{self.graph.name}' returns no rows; name a node: {nearest('', self.last)}")
+            node = tables[0]
+        found = self.last.get(node)
+        if not isinstance(found, Table):
+            raise RunError(f"the last step has no rows of node '{node}'; {nearest(node, self.last)}")
+        return found.batch
+
+    def model(self, name: str) -> Model:
+        """A model as it is now, to give to another run (its weights are shared, not copied)."""
+        return self._host(name).model()
+
+    def save(self, name: str, path: str | Path) -> None:
+        """Write a model's weights where Transformers can load them."""
+        self._host(name).save(str(path))
+
+    def _host(self, name: str) -> Host:
+        if name not in self.hosts:
+            raise RunError(f"the run has no model '{name}'; {nearest(name, self.hosts)}")
+        return self.hosts[name]
+
+    def history(self, metric: str) -> list[float]:
+        """One metric over the steps that have it."""
+        found = [step[metric] for step in self.metrics if metric in step]
+        if not found and self.metrics:
+            raise RunError(f"no step has a metric '{metric}'; {nearest(metric, self.metrics[-1])}")
+        return found
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"<run of '{self.graph.name}', {len(self.metrics)} steps, {self.status}{where}>"
+
+
+def run_local(
+    flow: Flow | Graph,
+    *,
+    steps: int = 1,
+    seed: int = 0,
+    engine: str = "torch",
+    options: Options | None = None,
+    **inputs: Any,
+) -> Run:
+    """Run `flow` for `steps` iterations in this process.
+
+    Args:
+        flow: a flow (its default configuration) or a graph: `grpo(group_size=4)`.
+        steps: iterations.
+        seed: of sampling, shuffling and new weights. Equal seeds give equal runs.
+        engine: `torch` (real models) or `null` (no models at all: a dry run in milliseconds).
+        options: an `Options`; single options may also be given by name (`batch=8, max_tokens=64, progress="off"`).
+        inputs: one value for each input of the flow: data (list of dicts, Arrow table, Hugging Face data set, JSONL path, or
+            `fr.Data`) for tables, `fr.Model` (or a Hugging Face name or path) for models.
+
+    Errors: CheckError with all problems of the flow, before any model is loaded; ConfigError for inputs that are missing
+    or unknown; DataError for data that does not fit. Ctrl-C marks the run interrupted, closes its files and goes on up.
+    """
+    given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _input_names(flow)}
+    settings = (options or Options()).updated(given)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"run_local needs a whole number of steps; found {steps!r}")
+    graph = flow.graph() if isinstance(flow, Flow) else flow
+    if not isinstance(graph, Graph):
+        raise ConfigError(f"run_local needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
+    prepared = prepare(graph, inputs, settings)
+    hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
+    run = Run(prepared.graph, prepared.notes, None, hosts=hosts)
+    with Observation(run, steps=steps, seed=seed, engine=engine, options=settings, prepared=prepared) as observation:
+        executor = Executor(
+            prepared.graph, hosts, prepared.data, seed, settings.max_tokens, observe=observation.node_done
+        )
+        for step in range(steps):
+            observation.step_begins(step)
+            run.last, log = executor.step(step)
+            observation.step_done(step, log)
+    return run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked graph with its inputs sorted into models and data."""
+
+    graph: Graph
+    notes: tuple[str, ...]
+    models: dict[str, Model]
+    data: dict[str, Data]
+
+
+def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options) -> Prepared:
+    """Bind inputs, check the graph against them, prune and merge."""
+    nodes = {node.name: node for node in graph.inputs}
+    for name in inputs:
+        if name not in nodes:
+            raise ConfigError(f"flow '{graph.name}' has no input '{name}'; {nearest(name, (*nodes, *OPTION_NAMES))}")
+    missing = [name for name, node in nodes.items() if name not in inputs and node["kind"] != "unused"]
+    optimised, notes = optimise(graph)
+    still_missing = [name for name in missing if name in optimised]
+    if still_missing:
+        what = ", ".join(f"{name}= ({'a model' if nodes[name]['kind'] == 'weights' else 'data'})" for name in still_missing)
+        raise ConfigError(f"flow '{graph.name}' needs {what}")
+    models = {n: _as_model(n, inputs[n]) for n, node in nodes.items() if n in inputs and node["kind"] == "weights"}
+    data = {n: _as_data(n, inputs[n], settings) for n, node in nodes.items() if n in inputs and node["kind"] == "rows"}
+    if settings.checks:
+        problems = find_problems(
+            graph, schedule=settings.schedule, models=models, data={n: d.schema for n, d in data.items()}
+        )
+        if problems:
+            raise CheckError(graph.name, problems)
+    kept = {node.name for node in optimised.inputs}
+    return Prepared(
+        optimised,
+        tuple(str(note) for note in notes),
+        {n: m for n, m in models.items() if n in kept},
+        {n: d for n, d in data.items() if n in kept},
+    )
+
+
+def _input_names(flow: Flow | Graph) -> frozenset[str]:
+    if isinstance(flow, Flow):
+        return frozenset(flow.parameters)
+    return frozenset(node.name for node in flow.inputs) if isinstance(flow, Graph) else frozenset()
+
+
+def _as_model(name: str, value: Any) -> Model:
+    if isinstance(value, Model):
+        return value
+    if isinstance(value, str | Path):
+        return Model(str(value))
+    raise ConfigError(
+        f"input '{name}' is a model: fr.Model(...), or a Hugging Face name or path; found {type(value).__name__}"
+    )
+
+
+def _as_data(name: str, value: Any, settings: Options) -> Data:
+    if isinstance(value, Model):
+        raise ConfigError(f"input '{name}' is a table; found a model")
+    try:
+        data = value if isinstance(value, Data) else Data(value, name=name)
+    except DataError as error:
+        raise DataError(f"input '{name}': {error}") from error
+    return data.with_default_batch(settings.batch)
+
+
+def uses_of(graph: Graph) -> dict[str, frozenset[str]]:
+    """What the graph does with each model: input name to uses."""
+    found: dict[str, set[str]] = {node.name: set() for node in graph.inputs if node["kind"] == "weights"}
+
+    def visit(part: Graph, outer: dict[str, str]) -> None:
+        for node in part:
+            for port, source in node.inputs:
+                if port not in ("model", "source"):
+                    continue
+                model = root_model(part, source)
+                name = outer.get(model, model)
+                use = USE_OF.get(node.kind, "source") if port == "model" else "source"
+                if name in found and node.body is None:
+                    found[name].add(use)
+            if node.body is not None:
+                captured = {s: outer.get(root_model(part, s), root_model(part, s)) for p, s in node.inputs if p != "rows"}
+                visit(node.body, captured)
+
+    visit(graph, {})
+    return {name: frozenset(uses) for name, uses in found.items()}
+
+
+def root_model(graph: Graph, name: str) -> str:
+    node: Node = graph[name]
+    while node.kind != "input":
+        node = graph[node.source("then" if node.kind == "after" else "model")]
+    return node.name
+
+
+def open_hosts(graph: Graph, models: Mapping[str, Model], engine: str, seed: int) -> dict[str, Host]:
+    """Open every model the graph still uses; what was opened is closed again when a later one fails."""
+    opened: dict[str, Host] = {}
+    used = open_engine(engine)
+    try:
+        for name, uses in uses_of(graph).items():
+            opened[name] = used.open(name, models[name], uses, seed=seed)
+    except BaseException:
+        for host in opened.values():
+            host.close()
+        raise
+    return opened

@@ -1,0 +1,275 @@
+"""Handlers of nodes that run a model. They know kinds of work, not what a model is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowrl.engines.protocol import Host, SampleKey, SampleRequest, SamplingOptions, TokenRows, UpdateJob
+from flowrl.errors import DataError
+from flowrl.graph.losses import is_live, reads_of
+from flowrl.graph.nodes import Node
+from flowrl.runtime.context import Context, Table, Version, result
+from flowrl.schema import standard as s
+from flowrl.schema.columns import Column, nearest
+from flowrl.schema.ragged import Ragged
+from flowrl.schema.types import TOKEN
+from flowrl.store.rows import RowBatch
+
+
+@dataclass
+class _Episode:
+    """One response being sampled, turn by turn."""
+
+    row: int
+    index: int
+    prompt_ids: list[int]
+    state: Any = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    """Per token: the policy sampled it (and not the environment)."""
+    finish_reason: str = ""
+    turns: int = 0
+    budget: int = 0
+
+
+def rollout(node: Node, context: Context) -> Table:
+    host, prompts = context.host(node), context.rows(node)
+    prompts = tokenized_prompts(prompts, host)
+    environment = node["environment"].build() if node.get("environment") is not None else None
+    episodes = _episodes(node, context, host, prompts, environment)
+    options = SamplingOptions(node["temperature"], node.get("top_p", 1.0), node.get("top_k", 0), node.get("stop", ()))
+    active = episodes
+    for turn in range(node.get("max_turns", 1)):
+        requests = [
+            SampleRequest(
+                [*e.prompt_ids, *e.ids],
+                e.budget,
+                SampleKey(context.seed, context.step, context.path + node.name, prompts["prompt_id"][e.row], e.index, turn),
+            )
+            for e in active
+        ]
+        answers = host.generate(requests, options) if requests else []
+        for episode, sampled in zip(active, answers, strict=True):
+            _add_turn(episode, sampled.ids, sampled.logprobs, sampled.finish_reason)
+        if environment is None:
+            break
+        last = turn + 1 >= node.get("max_turns", 1)
+        active = [e for e, a in zip(active, answers, strict=True) if _reply(e, a.ids, environment, host, last)]
+        if not active:
+            break
+    return result(context, node, _response_rows(node, host, prompts, episodes), "response_ids", "finish_reason", "num_turns")
+
+
+def _episodes(node: Node, context: Context, host: Host, prompts: RowBatch, environment: Any) -> list[_Episode]:
+    limit = host.max_context
+    asked = node.get("max_tokens") or context.max_tokens
+    made = []
+    for row, ids in enumerate(prompts["prompt_ids"]):
+        name = prompts["prompt_id"][row]
+        if len(ids) == 0:
+            raise DataError(f"prompt '{name}' has no tokens; a model needs at least one to go on from (node '{node.name}', {node.place})")
+        if limit is not None and len(ids) >= limit:
+            raise DataError(
+                f"prompt '{name}' has {len(ids)} tokens and the context of '{host.name}' holds {limit}, response included "
+                f"(node '{node.name}', {node.place}); shorten or filter the prompts, or raise Model(max_context=...)"
+            )
+        budget = asked if limit is None else min(asked, limit - len(ids))
+        for index in range(node["n"]):
+            state = environment.reset({n: prompts[n][row] for n in prompts.names}) if environment is not None else None
+            made.append(_Episode(row, index, ids.tolist(), state, budget=budget))
+    return made
+
+
+def _add_turn(episode: _Episode, ids: list[int], logprobs: list[float], reason: str) -> None:
+    episode.ids += ids
+    episode.logprobs += logprobs
+    episode.sampled += [True] * len(ids)
+    episode.budget -= len(ids)
+    episode.finish_reason = reason
+    episode.turns += 1
+
+
+def _reply(episode: _Episode, turn_ids: list[int], environment: Any, host: Host, last: bool) -> bool:
+    """Let the environment answer; true when the policy goes on. Sampled ids are kept as they are, never re-encoded."""
+    text = environment.step(episode.state, host.tokenizer.decode(turn_ids))
+    if text is None:
+        return False
+    added = host.tokenizer.encode_continuation(text)
+    if last or episode.budget <= len(added):
+        episode.finish_reason = "length"
+        return False
+    episode.ids += added
+    episode.logprobs += [0.0] * len(added)
+    episode.sampled += [False] * len(added)
+    episode.budget -= len(added)
+    episode.finish_reason = "environment"
+    return True
+
+
+def _response_rows(node: Node, host: Host, prompts: RowBatch, episodes: list[_Episode]) -> RowBatch:
+    kept = [n for n in prompts.names if prompts.types[n].granularity is s.PROMPT_ID.type.granularity]
+    rows = prompts.select(kept).take(np.asarray([e.row for e in episodes], np.int64))
+    ids = Ragged.of([e.ids for e in episodes], np.int32)
+    temperature = node["temperature"] or 1.0
+    tokens = host.tokenizer
+    columns: list[tuple[Column, Any]] = [
+        (s.SAMPLE_ID, [f"{p}/{e.index}" for p, e in zip(rows["prompt_id"], episodes, strict=True)]),
+        (s.SAMPLE_INDEX, np.asarray([e.index for e in episodes], np.int32)),
+        (s.RESPONSE, [tokens.decode(_visible(e, tokens.eos_ids)) for e in episodes]),
+        (s.RESPONSE_IDS, ids),
+        (s.RESPONSE_MASK, Ragged.like(np.ones(len(ids.values), bool), ids)),
+        (s.LOSS_MASK, Ragged.of([e.sampled for e in episodes], bool)),
+        (s.ROLLOUT_LOGPROBS, Ragged.of([e.logprobs for e in episodes], np.float32)),
+        (s.FINISH_REASON, [e.finish_reason for e in episodes]),
+        (s.NUM_TURNS, np.asarray([e.turns for e in episodes], np.int32)),
+        (s.TEMPERATURE, np.full(len(episodes), temperature, np.float32)),
+        (s.MIN_POLICY_VERSION, np.full(len(episodes), host.version, np.int32)),
+        (s.MAX_POLICY_VERSION, np.full(len(episodes), host.version, np.int32)),
+    ]
+    if node.get("role") is not None:
+        columns.append((s.ROLE, [node["role"]] * len(episodes)))
+    for column, values in columns:
+        values = np.asarray(values, dtype=object) if isinstance(values, list) else values
+        rows = rows.with_column(column.name, values, column.type)
+    return rows
+
+
+def _visible(episode: _Episode, eos_ids: frozenset[int]) -> list[int]:
+    return episode.ids[:-1] if episode.ids and episode.ids[-1] in eos_ids else episode.ids
+
+
+def tokenized_prompts(rows: RowBatch, host: Host) -> RowBatch:
+    """Add `prompt_ids` by encoding `prompt` with the model's tokenizer, where the data set did not bring them."""
+    if "prompt_ids" in rows:
+        return rows
+    if "prompt" not in rows:
+        raise DataError(f"rows need 'prompt' (text) or 'prompt_ids' for '{host.name}'; {nearest('prompt', rows.names)}")
+    ids = Ragged.of([host.tokenizer.encode(text) for text in rows["prompt"]], np.int32)
+    return rows.with_column("prompt_ids", ids, s.PROMPT_IDS.type)
+
+
+def tokenized(rows: RowBatch, host: Host) -> RowBatch:
+    """Add `prompt_ids`, `response_ids` and `loss_mask` to rows of a data set that brings them as text.
+
+    A response's ids end with the end token, which trains: a model that is to stop must be shown stopping.
+    """
+    rows = tokenized_prompts(rows, host)
+    if "response_ids" not in rows:
+        if "response" not in rows:
+            raise DataError(f"rows need 'response' (text) or 'response_ids' for '{host.name}'; {nearest('response', rows.names)}")
+        end = [min(host.tokenizer.eos_ids)] if host.tokenizer.eos_ids else []
+        encode = host.tokenizer.encode_continuation
+        ids = Ragged.of([encode(text) + end for text in rows["response"]], np.int32)
+        rows = rows.with_column("response_ids", ids, s.RESPONSE_IDS.type)
+    if "loss_mask" not in rows:
+        ids = rows["response_ids"]
+        rows = rows.with_column("loss_mask", Ragged.like(np.ones(len(ids.values), bool), ids), s.LOSS_MASK.type)
+    _check_context(rows, host)
+    return rows
+
+
+def _check_context(rows: RowBatch, host: Host) -> None:
+    limit = host.max_context
+    if limit is None or not len(rows):
+        return
+    lengths = rows["prompt_ids"].lengths + rows["response_ids"].lengths
+    worst = int(np.argmax(lengths))
+    if lengths[worst] > limit:
+        name = rows["prompt_id"][worst] if "prompt_id" in rows else worst
+        raise DataError(
+            f"row '{name}' has {lengths[worst]} tokens and the context of '{host.name}' holds {limit}; "
+            "shorten or filter the rows, or raise Model(max_context=...)"
+        )
+
+
+def token_rows(rows: RowBatch) -> TokenRows:
+    """The token columns an engine works on."""
+    temperature = rows["temperature"] if "temperature" in rows else np.ones(len(rows), np.float32)
+    return TokenRows(rows["prompt_ids"], rows["response_ids"], np.asarray(temperature, np.float32))
+
+
+def logprobs(node: Node, context: Context) -> Table:
+    table, host = context.table(node), context.host(node)
+    rows = tokenized(table.batch, host)
+    made = rows.with_column(node["out"], host.logprobs(token_rows(rows)), TOKEN.f32)
+    return result(context, node, made, table=table)
+
+
+def top_logprobs(node: Node, context: Context) -> Table:
+    table, host = context.table(node), context.host(node)
+    rows = tokenized(table.batch, host)
+    ids, values = host.top_logprobs(token_rows(rows), node["k"])
+    out = node["out"]
+    rows = rows.with_column(f"{out}_ids", ids, TOKEN.i32[node["k"]])
+    rows = rows.with_column(f"{out}_logprobs", values, TOKEN.f32[node["k"]])
+    return result(context, node, rows, table=table)
+
+
+def values(node: Node, context: Context) -> Table:
+    table, host = context.table(node), context.host(node)
+    rows = tokenized(table.batch, host)
+    made = rows.with_column(node["out"], host.values(token_rows(rows)), TOKEN.f32)
+    return result(context, node, made, table=table)
+
+
+def score(node: Node, context: Context) -> Table:
+    table, host = context.table(node), context.host(node)
+    rows = tokenized(table.batch, host)
+    made = rows.with_column(node["out"], host.score(token_rows(rows)), s.REWARD.type)
+    return result(context, node, made, node["out"], table=table)
+
+
+def update(node: Node, context: Context) -> Version:
+    table, host = context.table(node), context.host(node)
+    if not len(table.batch):
+        context.log.notes.append(f"{node.name}: no rows, so '{host.name}' keeps its weights")
+        return Version(host)
+    rows = tokenized(table.batch, host)
+    mask = rows[node.get("mask", "loss_mask")]
+    loss = node["loss"]
+    columns = {}
+    for read in reads_of(loss):
+        if is_live(read):
+            continue
+        name = read.column if read.column in rows else read.broadcast
+        if name in rows:
+            columns[name] = rows[name]
+    group_key = loss.group_key()
+    job = UpdateJob(
+        rows=token_rows(rows),
+        mask=mask,
+        columns=columns,
+        loss=loss,
+        average=node["average"],
+        average_length=node.get("average_length"),
+        epochs=table.epochs,
+        minibatches=table.minibatches,
+        split_by=rows[table.split_by] if table.split_by else rows[group_key] if group_key else None,
+        group_by=rows[group_key] if group_key else None,
+        shuffle=table.shuffle,
+        seed=SampleKey(context.seed, context.step, node.name, "", 0).number(),
+    )
+    report = host.update(job)
+    if report.skipped:
+        context.log.notes.append(f"{node.name}: {report.skipped} optimizer steps skipped, not finite")
+    context.log.updates.append((context.path + node.name, report))
+    return Version(host)
+
+
+def assign(node: Node, context: Context) -> Version:
+    return _blend(node, context, 0.0)
+
+
+def ema(node: Node, context: Context) -> Version:
+    return _blend(node, context, node["decay"])
+
+
+def _blend(node: Node, context: Context, decay: float) -> Version:
+    target, source = context.host(node), context.host(node, "source")
+    if (context.step + 1) % node["every"] == 0:
+        target.blend(source, decay)
+    return Version(target)

@@ -1,0 +1,217 @@
+"""Run one operator over a table: split by its locality, call it, check what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import OperatorError, SchemaError, WaitTimeout
+from flowrl.graph.code import Place, place_of
+from flowrl.graph.operators import Keep, OperatorCall, Read, State
+from flowrl.graph.values import thaw
+from flowrl.runtime.guard import call_with_timeout
+from flowrl.schema.columns import Column
+from flowrl.schema.ragged import Ragged
+from flowrl.schema.standard import ROW_ERROR
+from flowrl.store.rows import RowBatch, readonly
+
+Array = np.ndarray | Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What an operator gave."""
+
+    rows: RowBatch
+    """All rows, with the written columns."""
+    mask: np.ndarray | None
+    """[N] rows to keep, for a filter."""
+    failed: int = 0
+    """Rows flagged because the function raised or took too long."""
+
+
+def run_operator(call: OperatorCall, rows: RowBatch, *, state: State | None = None, place: Place | None = None) -> Applied:
+    """Apply `call` to `rows`.
+
+    Errors: OperatorError with the operator's own file and line, the line of the flow and the rows at hand.
+    """
+    function = call.resolve()
+    config = {name: thaw(value) for name, value in call.config}
+    if call.state_param:
+        config[call.state_param] = state if state is not None else State()
+    inputs = {read.param: read_column(rows, read, call.short_name) for read in call.reads}
+    work = _Work(call, function, config, place or Place())
+    if call.each_row:
+        return _each_row(work, rows, inputs)
+    if call.locality.kind == "group":
+        return _per_group(work, rows, inputs)
+    columns, mask = work.call(inputs, len(rows), "all rows")
+    return Applied(_with_written(rows, call, columns), mask)
+
+
+def read_column(rows: RowBatch, read: Read, name: str) -> Array | None:
+    """The array an operator gets for one of its parameters, read-only."""
+    if read.column in rows:
+        return readonly(rows[read.column])
+    if read.broadcast and read.broadcast in rows:
+        if "response_ids" not in rows:
+            raise OperatorError(f"'{name}' spreads '{read.broadcast}' over tokens, which needs 'response_ids' in its rows")
+        tokens = rows["response_ids"]
+        return readonly(Ragged.like(tokens.spread(rows[read.broadcast]), tokens))
+    if read.is_optional:
+        return None
+    raise OperatorError(f"'{name}' reads '{read.column}', which its rows lack; they have {', '.join(rows.names)}")
+
+
+@dataclass(slots=True)
+class _Work:
+    operator: OperatorCall
+    function: Callable[..., Any]
+    config: dict[str, Any]
+    place: Place
+
+    def call(self, inputs: Mapping[str, Any], count: int, which: str) -> tuple[dict[str, Array], np.ndarray | None]:
+        """Call the function on `count` rows and return ({written column: values}, mask)."""
+        name = self.operator.short_name
+        try:
+            returned = call_with_timeout(
+                lambda: self.function(*inputs.values(), **self.config), self.operator.timeout_s, f"operator '{name}'"
+            )
+        except Exception as error:  # whatever a user's function raises is reported with its place, and chained
+            raise self.failure(error, which) from error
+        return self.unpack(returned, count, which)
+
+    def failure(self, error: Exception, which: str) -> OperatorError:
+        operator = self.operator
+        hint = ""
+        if isinstance(error, ValueError) and "read-only" in str(error):
+            hint = "; columns are shared by all their readers and read-only: work on a copy (column.copy())"
+        return OperatorError(
+            f"operator '{operator.short_name}' ({place_of(self.function)}), used at {self.place}, failed on {which}: "
+            f"{type(error).__name__}: {error}{hint}"
+        )
+
+    def unpack(self, returned: Any, count: int, which: str) -> tuple[dict[str, Array], np.ndarray | None]:
+        operator = self.operator
+        mask: np.ndarray | None = None
+        if operator.is_filter:
+            keep = returned if isinstance(returned, Keep) else Keep(returned)
+            mask = np.asarray(keep.mask)
+            if mask.dtype != bool or mask.shape != (count,):
+                raise self.wrong(f"a filter returns one boolean per row ({count}); found {mask.dtype} of shape {mask.shape}", which)
+            returned = dict(keep.columns)
+        names = [column.name for column in operator.writes]
+        if not isinstance(returned, Mapping):
+            if len(names) != 1:
+                raise self.wrong(f"it writes {', '.join(names)}, so it returns a dict of them; found {type(returned).__name__}", which)
+            returned = {names[0]: returned}
+        if set(returned) != set(names):
+            raise self.wrong(f"it declares {', '.join(sorted(names))} and returned {', '.join(sorted(map(str, returned)))}", which)
+        for column, values in returned.items():
+            length = len(values) if hasattr(values, "__len__") else None
+            if length != count:
+                found = f"{length} values" if length is not None else f"a {type(values).__name__}"
+                raise self.wrong(f"'{column}' needs one value per row ({count}); found {found}", which)
+        return dict(returned), mask
+
+    def wrong(self, text: str, which: str) -> OperatorError:
+        return OperatorError(
+            f"operator '{self.operator.short_name}' ({place_of(self.function)}), used at {self.place}, on {which}: {text}"
+        )
+
+
+def _with_written(rows: RowBatch, call: OperatorCall, columns: Mapping[str, Any]) -> RowBatch:
+    for column in call.writes:
+        try:
+            rows = rows.with_column(column.name, columns[column.name], column.type)
+        except SchemaError as error:
+            raise OperatorError(f"operator '{call.short_name}' returned '{column.name}' wrongly: {error}") from error
+    return rows
+
+
+def _per_group(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -> Applied:
+    key = work.operator.locality.key
+    parts: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in work.operator.writes}
+    mask = np.ones(len(rows), bool) if work.operator.is_filter else None
+    for indices in rows.group_indices(key):
+        mine = {name: _take(column, indices) for name, column in inputs.items()}
+        which = f"the group {key}={rows[key][indices[0]]!r} ({len(indices)} rows)"
+        columns, kept = work.call(mine, len(indices), which)
+        if mask is not None and kept is not None:
+            mask[indices] = kept
+        for name, values in columns.items():
+            target = parts[name]
+            for index, value in zip(indices.tolist(), values, strict=True):
+                target[index] = value
+    written = {c.name: _assemble(parts[c.name], c) for c in work.operator.writes}
+    return Applied(_with_written(rows, work.operator, written), mask)
+
+
+def _take(column: Array | None, indices: np.ndarray) -> Array | None:
+    if column is None:
+        return None
+    return readonly(column.take(indices) if isinstance(column, Ragged) else column[indices])
+
+
+def _assemble(values: list[Any], column: Column) -> Any:
+    if column.type.granularity.is_ragged or column.type.inner:
+        return values
+    return np.asarray(values, dtype=object) if not column.type.is_numeric else np.asarray(values)
+
+
+def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -> Applied:
+    operator = work.operator
+    errors = [""] * len(rows)
+    parts: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in operator.writes}
+    key = "sample_id" if "sample_id" in rows else "prompt_id" if "prompt_id" in rows else ""
+    for index in range(len(rows)):
+        mine = [None if column is None else _plain(column[index]) for column in inputs.values()]
+        which = f"row {rows[key][index]!r}" if key else f"row {index}"
+        try:
+            values = _row_answer(work, mine, which)
+        except (OperatorError, WaitTimeout) as error:
+            if operator.on_error == "raise":
+                raise
+            errors[index] = str(error.__cause__ or error)
+            values = {column.name: float("nan") for column in operator.writes}
+        for name, value in values.items():
+            parts[name][index] = value
+    written = {column.name: _assemble(parts[column.name], column) for column in operator.writes}
+    failed = sum(1 for error in errors if error)
+    rows = _with_written(rows, operator, written)
+    if failed:
+        before = rows["row_error"] if ROW_ERROR.name in rows else [""] * len(rows)
+        texts = [new or old for new, old in zip(errors, before, strict=True)]
+        rows = rows.with_column(ROW_ERROR.name, np.asarray(texts, dtype=object), ROW_ERROR.type)
+    return Applied(rows, None, failed)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _row_answer(work: _Work, values: list[Any], which: str) -> dict[str, Any]:
+    name = work.operator.short_name
+    try:
+        answer = call_with_timeout(
+            lambda: work.function(*values, **work.config), work.operator.timeout_s, f"operator '{name}' on {which}"
+        )
+    except WaitTimeout as error:
+        raise OperatorError(f"{error} ({place_of(work.function)}, used at {work.place})") from error
+    except Exception as error:  # reported with its place, or flagged on its row
+        raise work.failure(error, which) from error
+    writes = work.operator.writes
+    if not isinstance(answer, Mapping):
+        if len(writes) != 1:
+            raise work.wrong(f"it writes {', '.join(c.name for c in writes)}, so it returns a dict of them", which)
+        answer = {writes[0].name: answer}
+    if set(answer) != {c.name for c in writes}:
+        raise work.wrong(f"it declares {', '.join(c.name for c in writes)} and returned {', '.join(map(str, answer))}", which)
+    for column in writes:
+        value = answer[column.name]
+        if column.type.is_numeric and not column.type.granularity.is_ragged and not isinstance(value, int | float | np.generic):
+            raise work.wrong(f"'{column.name}' is a number; found {type(value).__name__} {value!r}", which)
+    return dict(answer)

@@ -1,0 +1,57 @@
+"""Options of a local run: everything that is neither the algorithm, nor a model, nor data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.schedule import Schedule, Sync
+from flowrl.schema.columns import nearest
+
+PROGRESS = ("auto", "live", "plain", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `run_local`."""
+
+    batch: int = 32
+    """Rows a step takes from each data set given without a batch size of its own."""
+    max_tokens: int = 256
+    """Most new tokens of a response where the flow does not say."""
+    out: str | None = "runs"
+    """Folder that gets a folder per run; None writes nothing."""
+    name: str | None = None
+    """Name of the run; None takes the flow's."""
+    record: tuple[str, ...] = ()
+    """Nodes whose rows are written to the run at every step (`("*",)`: all), to be looked at or replayed."""
+    progress: str = "auto"
+    """`live` (a panel), `plain` (a line per step), `off`; `auto` is live in a terminal, else plain."""
+    log_samples: int = 2
+    """Sampled responses written per step."""
+    checks: bool = True
+    """Check the flow first; only tests of the runtime itself turn it off."""
+    schedule: Schedule = Sync()
+    """What the checks assume; a local run is always synchronous."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"option '{name}' is a whole number of at least 1; found {value!r}")
+        if self.progress not in PROGRESS:
+            raise ConfigError(f"option 'progress' is one of {', '.join(PROGRESS)}; found {self.progress!r}; {nearest(str(self.progress), PROGRESS)}")
+        if isinstance(self.record, str):
+            raise ConfigError(f"option 'record' is a tuple of node names; found the string {self.record!r}: write ({self.record!r},)")
+
+    def updated(self, values: dict[str, Any]) -> Options:
+        """The same options with some replaced; unknown names are refused with the nearest."""
+        known = [f.name for f in fields(self)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"there is no option '{name}'; {nearest(name, known)}")
+        return replace(self, **values)
+
+
+OPTION_NAMES = tuple(f.name for f in fields(Options))
