@@ -61,26 +61,101 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from flowrl.errors import CheckError, FlowError, Problem
-    from flowrl.graph.checks import check
-    from flowrl.graph.expressions import col, where
-    from flowrl.graph.flows import Flow, flow
-    from flowrl.graph.handles import Rows, Weights
+    # spelled `name as name` so that type checkers take each as exported
+    from flowrl.errors import (
+        CheckError as CheckError,
+        FlowError as FlowError,
+        Problem as Problem,
+    )
+    from flowrl.graph.checks import check as check
+    from flowrl.graph.expressions import (
+        col as col,
+        where as where,
+    )
+    from flowrl.graph.flows import (
+        Flow as Flow,
+        flow as flow,
+    )
+    from flowrl.graph.handles import (
+        Rows as Rows,
+        Weights as Weights,
+    )
     from flowrl.graph.language import (
-        after, apply, assign, broadcast, buffer, concat, ema, every, filter, join, log, logprobs, prompts_from, reduce,
-        refill, repeat, rollout, score, select, top_logprobs, update, values, with_columns,
-    )  # fmt: skip
-    from flowrl.graph.losses import Loss, loss
-    from flowrl.graph.nodes import Graph, Node
-    from flowrl.graph.operators import Keep, Locality, Operator, State, group, operator, reward
-    from flowrl.graph.schedule import Async, Sync
-    from flowrl.graph.text import from_text, to_text
-    from flowrl.graph.values import Component, component
-    from flowrl.model import AdamW, Model
-    from flowrl.runtime.data import Data
-    from flowrl.runtime.local import Run, run_local
-    from flowrl.runtime.replay import replay
-    from flowrl.schema.columns import Column, Provenance, TableSchema
-    from flowrl.schema.ragged import Ragged
-    from flowrl.schema.types import PROMPT, SAMPLE, TOKEN, TURN, ColumnType, Granularity
-    from flowrl.store.table import ExperienceTable
+        after as after,
+        apply as apply,
+        assign as assign,
+        broadcast as broadcast,
+        buffer as buffer,
+        concat as concat,
+        ema as ema,
+        every as every,
+        filter as filter,
+        join as join,
+        log as log,
+        logprobs as logprobs,
+        prompts_from as prompts_from,
+        reduce as reduce,
+        refill as refill,
+        repeat as repeat,
+        rollout as rollout,
+        score as score,
+        select as select,
+        top_logprobs as top_logprobs,
+        update as update,
+        values as values,
+        with_columns as with_columns,
+    )
+    from flowrl.graph.losses import (
+        Loss as Loss,
+        loss as loss,
+    )
+    from flowrl.graph.nodes import (
+        Graph as Graph,
+        Node as Node,
+    )
+    from flowrl.graph.operators import (
+        Keep as Keep,
+        Locality as Locality,
+        Operator as Operator,
+        State as State,
+        group as group,
+        operator as operator,
+        reward as reward,
+    )
+    from flowrl.graph.schedule import (
+        Async as Async,
+        Sync as Sync,
+    )
+    from flowrl.graph.text import (
+        from_text as from_text,
+        to_text as to_text,
+    )
+    from flowrl.graph.values import (
+        Component as Component,
+        component as component,
+    )
+    from flowrl.model import (
+        AdamW as AdamW,
+        Model as Model,
+    )
+    from flowrl.runtime.data import Data as Data
+    from flowrl.runtime.local import (
+        Run as Run,
+        run_local as run_local,
+    )
+    from flowrl.runtime.replay import replay as replay
+    from flowrl.schema.columns import (
+        Column as Column,
+        Provenance as Provenance,
+        TableSchema as TableSchema,
+    )
+    from flowrl.schema.ragged import Ragged as Ragged
+    from flowrl.schema.types import (
+        PROMPT as PROMPT,
+        SAMPLE as SAMPLE,
+        TOKEN as TOKEN,
+        TURN as TURN,
+        ColumnType as ColumnType,
+        Granularity as Granularity,
+    )
+    from flowrl.store.table import ExperienceTable as ExperienceTable

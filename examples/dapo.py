@@ -1,0 +1,13 @@
+"""DAPO (arXiv 2503.14476): dynamic sampling, clip-higher, a punishment that grows with length, averaged over tokens."""
+
+import flowrl as fr
+from flowrl_operators import advantages, filters, losses, rewards
+
+
+@fr.flow
+def dapo(prompts, policy, *, group_size=8, soft=4096, hard=None, max_rounds=4):
+    def attempt(p):
+        return rewards.overlong(rewards.exact(fr.rollout(policy, p, n=group_size)), soft=soft, hard=hard)
+
+    rows = fr.refill(attempt, prompts, keep=filters.group_has_signal(), max_rounds=max_rounds)
+    return fr.update(policy, advantages.group_norm(rows), loss=losses.ppo_clip(0.2, high=0.28), average="token_mean")
