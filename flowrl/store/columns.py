@@ -155,12 +155,18 @@ def _to_array(name: str, values: Any, kind: ColumnType) -> np.ndarray:
         _refuse_single(name, values.item())
     if kind.dtype in ("str", "bytes"):
         return seal(_texts(name, values, kind))
-    inner = inner_lengths(kind)
     if isinstance(values, list | tuple):
         values = _natural(name, values)
-    if len(values) == 0 and values.ndim == 1:
-        values = np.zeros((0, *(n if isinstance(n, int) else 0 for n in inner)), NUMPY_DTYPES[kind.dtype])
-    return seal(_cast(name, values, kind))
+    return seal(_cast(name, values, kind) if len(values) else _empty(kind, values))
+
+
+def _empty(kind: ColumnType, found: np.ndarray) -> np.ndarray:
+    """No values, in the column's shape; whatever dtype NumPy gave to "nothing" does not matter."""
+    asked = inner_lengths(kind)
+    shape = found.shape[1:] if found.ndim == 1 + len(asked) else (0,) * len(asked)
+    return np.zeros(
+        (0, *(a if isinstance(a, int) else n for a, n in zip(asked, shape, strict=True))), NUMPY_DTYPES[kind.dtype]
+    )
 
 
 def _natural(name: str, values: Sequence[Any], row: int | None = None) -> np.ndarray:
@@ -183,11 +189,8 @@ def _to_ragged(name: str, values: Any, kind: ColumnType) -> Ragged:
         flat, offsets = _flatten(name, list(values), kind)
     if kind.dtype in ("str", "bytes"):
         flat = _texts(name, flat, kind)
-    elif flat.shape[0] == 0 and flat.ndim == 1:
-        inner = inner_lengths(kind)
-        flat = np.zeros((0, *(n if isinstance(n, int) else 0 for n in inner)), NUMPY_DTYPES[kind.dtype])
     else:
-        flat = _cast(name, flat, kind)
+        flat = _cast(name, flat, kind) if len(flat) else _empty(kind, flat)
     return Ragged(seal(flat), seal(offsets))
 
 

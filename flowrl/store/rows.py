@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,16 @@ class RowBatch:
                 cut[name] = values[start:stop]
         return RowBatch._of(cut, self._types, stop - start)
 
+    def copy(self) -> RowBatch:
+        """The same rows in memory of their own, free of the larger batch they may be a slice of."""
+        copied: dict[str, Values] = {}
+        for name, values in self._columns.items():
+            if isinstance(values, Ragged):
+                copied[name] = Ragged(_sealed(values.values.copy()), values.offsets)
+            else:
+                copied[name] = _sealed(values.copy())
+        return RowBatch._of(copied, self._types, self._num_rows)
+
     def filter(self, mask: Any) -> RowBatch:
         """The rows where `mask` [N] is true."""
         keep = np.asarray(mask)
@@ -277,9 +288,9 @@ class RowBatch:
 
     @staticmethod
     def concat(batches: Sequence[RowBatch]) -> RowBatch:
-        """All rows, one batch after another, with the columns that all of them have.
+        """All rows, one batch after another, with the columns that all of them have, typed as in the first.
 
-        Errors: SchemaError when a common column's types differ, or there are no batches.
+        Errors: SchemaError when a column's type in the first batch does not accept that of another, or there are none.
         """
         batches = list(batches)
         if not batches:
@@ -289,6 +300,7 @@ class RowBatch:
             return first
         names = [name for name in first.names if all(name in other for other in batches)]
         types = {name: _common_type(name, [b._types[name] for b in batches]) for name in names}
+        batches = [batch.select(names).as_types(types) for batch in batches]
         joined: dict[str, Values] = {}
         offsets: dict[tuple[int, ...], np.ndarray] = {}
         for name in names:
@@ -296,9 +308,10 @@ class RowBatch:
             flat = [part.values if isinstance(part, Ragged) else part for part in parts]
             values = _sealed(np.concatenate([f for f in flat if len(f)] or flat[:1]))
             if isinstance(parts[0], Ragged):
-                shared = tuple(id(part.offsets) for part in parts if isinstance(part, Ragged))
+                ragged = [part for part in parts if isinstance(part, Ragged)]
+                shared = tuple(id(part.offsets) for part in ragged)
                 if shared not in offsets:
-                    lengths = np.concatenate([part.lengths for part in parts if isinstance(part, Ragged)])
+                    lengths = np.concatenate([part.lengths for part in ragged])
                     offsets[shared] = _sealed(
                         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
                     )
@@ -306,6 +319,11 @@ class RowBatch:
             else:
                 joined[name] = values
         return RowBatch._of(joined, types, sum(len(batch) for batch in batches))
+
+    def as_types(self, types: Mapping[str, ColumnType]) -> RowBatch:
+        """The rows with the named columns converted; nothing is lost, and what would be is refused (SchemaError)."""
+        changed = {name: kind for name, kind in types.items() if self._types.get(name) != kind}
+        return self.with_columns({name: self[name] for name in changed}, changed) if changed else self
 
     def group_indices(self, key: str | Sequence[str]) -> list[np.ndarray]:
         """Row numbers of each group of equal `key`, in order of first appearance; rows of a group keep their order.
@@ -419,15 +437,14 @@ def _gather(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _common_type(name: str, types: list[ColumnType]) -> ColumnType:
-    full = next((kind for kind in types if all(isinstance(n, int) for n in inner_lengths(kind))), types[0])
+    """The first type, with inner lengths filled in from another one when the first has no values yet."""
     for kind in types:
-        named = any(not isinstance(n, int) for n in inner_lengths(kind))  # no values yet, so any length goes
-        same = (kind.granularity, kind.dtype, len(kind.inner)) == (full.granularity, full.dtype, len(full.inner))
-        if not (kind == full or (named and same)):
-            raise SchemaError(
-                f"column '{name}' is {types[0]} in one batch and {kind if kind != types[0] else full} in another"
-            )
-    return full
+        if not types[0].accepts(kind):
+            raise SchemaError(f"column '{name}' is {types[0]} in one batch and {kind} in another; convert one of them")
+    known = [kind.inner for kind in types if all(isinstance(n, int) for n in inner_lengths(kind))]
+    if any(inner != known[0] for inner in known):
+        raise SchemaError(f"column '{name}' has inner lengths {known[0]} in one batch and others in another")
+    return replace(types[0], inner=known[0]) if known else types[0]
 
 
 def _doc(name: str) -> str:
