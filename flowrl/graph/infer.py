@@ -5,9 +5,8 @@ A column that is missing is reported once and then taken as present, so that one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flowrl.errors import Problem
 from flowrl.graph.expressions import COMPARISONS, Binary, Col, Expression, Literal, Where
@@ -33,6 +32,8 @@ class Inference:
     problems: list[Problem] = field(default_factory=list)
     writers: Writers = field(default_factory=dict)
     """For each column name, operators known to write it (for fixes)."""
+    given: dict[str, tuple[Column, ...]] = field(default_factory=dict)
+    """For each input whose data set is known, the columns it has."""
     _reported: set[tuple[str, str]] = field(default_factory=set)
 
     def rows(self, name: str) -> RowsType:
@@ -68,29 +69,62 @@ class Inference:
         if key in self._reported:
             return
         self._reported.add(key)
-        later = [n.name for n in self.graph if name in _written_by(n)]
-        known = self.writers.get(name, ())
+        self.report(
+            "FR-C01", node, f"reads column '{name}', which nothing before it writes", self._how_to_get(node, rows, name)
+        )
+
+    def _how_to_get(self, node: Node, rows: RowsType, name: str) -> str:
+        """The fix for a missing column: where it comes from, or the nearest names."""
+        later = [n.name for n in self.graph if name in written_by(n) and n.name != node.name]
         if later:
-            fix = f"node '{later[0]}' writes it, on another branch or later: use the rows that '{later[0]}' returns"
-        elif known:
-            fix = f"{' or '.join(known[:3])} writes it; {nearest(name, rows.columns)}"
-        elif rows.is_input:
-            fix = (
-                f"{nearest(name, rows.columns)}; a column that only your data set has is declared with "
+            return (
+                f"node '{later[0]}' writes it, on another branch or later: pass on the rows that '{later[0]}' gives "
+                "(a select on the way must keep it)"
+            )
+        hint = nearest(name, rows.columns)
+        known = self.writers.get(name, ())
+        if known:
+            calls = " or ".join(f"{path.partition('.')[2]}(rows)" for path in known[:3])
+            return f"apply an operator that writes it, {calls} (of {', '.join(known[:3])}); {hint}"
+        lacking = self._data_set_without(node, name)
+        if lacking:
+            names = [c.name for c in self.given[lacking]]
+            has = ", ".join(map(repr, names))
+            return (
+                f"the data set given for '{lacking}' has {has} ({nearest(name, names)}); bring the column, "
+                f'e.g. {lacking}=fr.Data(rows, columns={{"{name}": "its name there", ...}})'
+            )
+        if rows.is_input:
+            return (
+                f"{hint}; a column that only your data set has is declared with "
                 f'@fr.flow(columns={{"{rows.rowset}": {{"{name}": fr.PROMPT.str}}}})'
             )
-        else:
-            fix = nearest(name, rows.columns)
-        self.report("FR-C01", node, f"reads column '{name}', which nothing before it writes", fix)
+        return hint
+
+    def _data_set_without(self, node: Node, name: str) -> str:
+        """The input before `node` whose data set could have brought the column, and is known not to; or empty."""
+        for source in self.graph.inputs:
+            declared = dict(source.get("columns", ()))
+            if source.name in self.given and (name in s.DATA_COLUMNS or name in declared):
+                if source.name in self.graph.ancestors(node.name):
+                    return source.name
+        return ""
 
     def _mismatch(self, node: Node, name: str, kind: ColumnType, info: ColumnInfo) -> None:
         asked, found = kind.granularity, info.type.granularity
+        declare = f"declare the parameter as fr.{info.type}"
         if asked is found or (found is PROMPT and asked is SAMPLE):
-            fix = f"convert it where '{info.writer}' writes it, or declare the parameter as fr.{info.type}"
+            fix = f"convert it where '{info.writer}' writes it, or {declare}"
+        elif found is TURN or (asked is TURN and found is TOKEN):
+            fix = f"{declare}, and find in the operator which tokens belong to which turn"
         elif COARSE_TO_FINE.index(asked) > COARSE_TO_FINE.index(found):
-            fix = f"fr.broadcast(rows, '{name}', to=fr.{asked!r}) repeats it, or declare the parameter as fr.{info.type}"
+            fix = f"rows = fr.broadcast(rows, '{name}', to=fr.{asked!r}) repeats it, or {declare}"
+        elif found is SAMPLE:
+            fix = f"rows = fr.reduce(rows, 'mean', by='prompt_id') makes one row per prompt, or {declare}"
         else:
-            fix = f"fr.reduce(rows, 'mean', of='{name}') makes one value per row, or declare the parameter as fr.{info.type}"
+            fix = (
+                f"rows = fr.reduce(rows, 'mean', of='{name}', out='{name}_mean') makes one value per row, or {declare}"
+            )
         self.report("FR-C02", node, f"reads '{name}' as {kind}; '{info.writer}' writes it as {info.type}", fix)
 
     def read_all(self, node: Node, rows: RowsType, reads: tuple[Read, ...]) -> None:
@@ -110,9 +144,10 @@ class Inference:
                 self.read(node, rows, read.column, read.type)
 
     def _missing_either(self, node: Node, rows: RowsType, read: Read) -> None:
-        known = (*self.writers.get(read.column, ()), *self.writers.get(read.broadcast, ()))
-        fix = f"{' or '.join(known[:3])} writes one of them" if known else nearest(read.column, rows.columns)
-        found = f"reads column '{read.column}' (or '{read.broadcast}'), which nothing before it writes"
+        fix = self._how_to_get(node, rows, read.column)
+        if read.broadcast in self.writers or any(read.broadcast in written_by(n) for n in self.graph):
+            fix = self._how_to_get(node, rows, read.broadcast)
+        found = f"reads column '{read.column}' (or '{read.broadcast}'), and nothing before it writes either"
         self.report("FR-C01", node, found, fix)
 
     # --- writing columns -------------------------------------------------------------------------------------------
@@ -123,37 +158,83 @@ class Inference:
         """Add columns; FR-C03 when one is there already, written by another node."""
         for column in columns:
             before = rows.columns.get(column.name)
-            if before is None or replaces or before.writer == rows.rowset and rows.is_input:
+            if before is None or replaces or (before.writer == rows.rowset and rows.is_input):
                 continue
-            self.report(
-                "FR-C03",
-                node,
-                f"writes '{column.name}', which node '{before.writer}' has already written",
-                f"write another name (out= or select({column.name}_2='{column.name}')), combine rewards with +, "
-                f"or say so: replace=True (with_columns replaces by its nature)",
-            )
+            found = f"writes '{column.name}', which node '{before.writer}' has already written"
+            self.report("FR-C03", node, found, _other_name(node, column.name))
         return rows.with_columns(node.name, *columns, provenance=provenance)
 
 
-def infer(graph: Graph, *, outer: dict[str, EdgeType] | None = None, writers: Writers | None = None) -> Inference:
-    """Types of every edge. `outer` gives the types of a sub-graph's inputs."""
-    found = Inference(graph, writers=writers or {})
+def infer(
+    graph: Graph,
+    *,
+    outer: Mapping[str, EdgeType] | None = None,
+    writers: Writers | None = None,
+    given: Mapping[str, Iterable[Column]] | None = None,
+) -> Inference:
+    """Types of every edge.
+
+    Args:
+        outer: types of a sub-graph's inputs.
+        writers: for each column name, operators that could write it; they go into fixes.
+        given: for each input whose data set is known, the columns it has; other inputs offer `DATA_COLUMNS`.
+    """
+    known = {name: tuple(columns) for name, columns in (given or {}).items()}
+    found = Inference(graph, writers=writers or {}, given=known)
+    outer = {**{n: _data_rows(n, cs) for n, cs in known.items()}, **(outer or {})}
     for node in graph:
-        if node.kind == "input" and outer is not None and node.name in outer:
+        if node.kind == "input" and node.name in outer:
             found.types[node.name] = outer[node.name]
         else:
             found.types[node.name] = INFER[node.kind](node, found)
     return found
 
 
-def _written_by(node: Node) -> tuple[str, ...]:
-    operator = node.get("operator")
-    if isinstance(operator, OperatorCall):
-        return tuple(c.name for c in operator.writes)
-    if node.kind == "rollout":
-        return tuple(c.name for c in ROLLOUT_WRITES)
+def _data_rows(name: str, columns: tuple[Column, ...]) -> RowsType:
+    """A known data set on an edge. Models tokenize text where they meet it, so text stands for its token columns too."""
+    names = {column.name for column in columns}
+    made = [c for text, c in ((s.PROMPT_TEXT, s.PROMPT_IDS), (s.RESPONSE, s.RESPONSE_IDS)) if text.name in names]
+    if "response" in names or "response_ids" in names:
+        made.append(s.LOSS_MASK)
+    rows = RowsType(rowset=name, tokens=name, is_input=True)
+    return rows.with_columns(name, *columns, *(c for c in made if c.name not in names))
+
+
+def written_by(node: Node) -> tuple[str, ...]:
+    """Names of the columns that a node itself writes (not those it passes on)."""
+    match node.kind:
+        case "apply":
+            return tuple(c.name for c in node["operator"].writes)
+        case "rollout":
+            return tuple(c.name for c in (*ROLLOUT_WRITES, *((s.ROLE,) if node.get("role") is not None else ())))
+        case "top_logprobs":
+            return (f"{node['out']}_ids", f"{node['out']}_logprobs")
+        case "combine":
+            return ("reward", *(f"reward/{name}" for name in node["names"]))
+        case "with_columns" | "copy":
+            return tuple(name for name, _ in node["columns"])
+        case "select":
+            return tuple(name for name, _ in node["renamed"])
+        case "prompts_from":
+            return (s.PROMPT_ID.name, s.PROMPT_TEXT.name, s.SOURCE_ID.name)
+        case "refill":
+            return tuple(c.name for c in node["keep"].writes)
     out = node.get("out")
     return (out,) if isinstance(out, str) else ()
+
+
+def _other_name(node: Node, column: str) -> str:
+    if node.kind in ("logprobs", "values", "score"):
+        return f'give it another name: fr.{node.kind}(model, rows, out="{column}_2")'
+    if node.kind in ("reduce", "broadcast"):
+        return f'give it another name: out="{column}_2"'
+    if node.kind == "apply":
+        call = node["operator"].short_name
+        combine = (
+            f"; two rewards of the same rows add up: first(rows) + 0.5 * {call}(rows)" if column == "reward" else ""
+        )
+        return f"say that it may replace the column: {call}(rows, replace=True){combine}"
+    return f"rename the first one before: rows.with_columns({column}_before=rows['{column}'])"
 
 
 # --- one function per kind --------------------------------------------------------------------------------------------
@@ -183,9 +264,8 @@ def _rollout(node: Node, found: Inference) -> EdgeType:
     if "prompt_ids" not in kept:
         kept["prompt_ids"] = ColumnInfo(s.PROMPT_IDS.type, node.name)
     n = node["n"]
-    size: int | None = n
-    if not prompts.is_input and prompts.rowset != prompts.tokens:
-        size = n if prompts.group_size in (None, 1) else n * prompts.group_size
+    # rows of a data set and prompts made by prompts_from have one row per prompt_id; those of another rollout may have more
+    size = n if prompts.sampled_by is None else None if prompts.group_size is None else n * prompts.group_size
     writes = (*ROLLOUT_WRITES, *((s.ROLE,) if node.get("role") is not None else ()))
     rows = RowsType(
         columns=kept,
@@ -196,7 +276,9 @@ def _rollout(node: Node, found: Inference) -> EdgeType:
         sampled_by=model.provenance,
         has_foreign_tokens=node.get("environment") is not None,
     )
-    return rows.with_columns(node.name, *writes, provenance=model.provenance)
+    rows = rows.with_columns(node.name, *writes, provenance=model.provenance)
+    own = replace(rows.columns["loss_mask"], is_copy_of="loss_mask")
+    return replace(rows, columns={**rows.columns, "loss_mask": own})
 
 
 def _forward(*columns_of: Callable[[Node], Column]) -> Callable[[Node, Inference], EdgeType]:
@@ -218,11 +300,32 @@ def _update(node: Node, found: Inference) -> EdgeType:
     mask = node.get("mask", "loss_mask")
     if not (rows.is_input and mask == "loss_mask"):
         found.read(node, rows, mask, TOKEN.bool)
-    found.read_all(node, rows, tuple(r for r in reads_of(node["loss"]) if not is_live(r)))
+    stored = tuple(r for r in reads_of(node["loss"]) if not is_live(r))
+    for read in stored:
+        is_there = read.column in rows.columns or read.broadcast in rows.columns
+        if read.column in LOGPROBS and not (is_there or read.is_optional or read.live):
+            _missing_logprobs(node, found, rows, read.column, model)
+        else:
+            found.read_declared(node, rows, read)
     key = node["loss"].group_key()
     if key:
         found.read(node, rows, key)
     return WeightsType(model.model, model.version + 1, node.name)
+
+
+LOGPROBS = ("rollout_logprobs", "old_logprobs")
+"""Columns of log-probabilities that a loss compares the live ones with; FR-V01 when they are not there."""
+
+
+def _missing_logprobs(node: Node, found: Inference, rows: RowsType, name: str, model: WeightsType) -> None:
+    if name == "old_logprobs":
+        fix = f'rows = fr.logprobs({model.model}, rows, out="old_logprobs")'
+    elif rows.sampled_by is None:
+        fix = f"sample the rows with fr.rollout({model.model}, prompts, ...), or take a loss without a correction for sampling"
+    else:
+        fix = f"keep the column that fr.rollout wrote: rows.select('{name}', ...)"
+    why = "the loss compares the policy with the one that sampled"
+    found.report("FR-V01", node, f"reads '{name}', which nothing before it writes; {why}", fix)
 
 
 def _next_version(node: Node, found: Inference) -> EdgeType:
@@ -302,7 +405,24 @@ def _with_columns(node: Node, found: Inference) -> EdgeType:
         for read in expression.columns():
             found.read(node, rows, read)
         columns.append(Column(name, expression_type(expression, rows)))
-    return rows.with_columns(node.name, *columns)
+    result = rows.with_columns(node.name, *columns)
+    masks = {name: replace(result.columns[name], is_copy_of=mask)
+             for name, expression in node["columns"] if (mask := _narrowed(expression, rows))}  # fmt: skip
+    return replace(result, columns={**result.columns, **masks})
+
+
+def _narrowed(expression: Expression, rows: RowsType) -> str:
+    """The mask that an expression can only make smaller (`mask & other`, `where(other, mask, False)`), or empty."""
+    match expression:
+        case Col(name):
+            return rows.columns[name].is_copy_of if name in rows.columns else ""
+        case Binary("&", left, right):
+            return _narrowed(left, rows) or _narrowed(right, rows)
+        case Where(_, then, Literal(False)):
+            return _narrowed(then, rows)
+        case Where(_, Literal(False), otherwise):
+            return _narrowed(otherwise, rows)
+    return ""
 
 
 def expression_type(expression: Expression, rows: RowsType) -> ColumnType:
@@ -356,8 +476,13 @@ def _join(node: Node, found: Inference) -> EdgeType:
         kind = info.type
         if node.get("collect"):
             kind = ColumnType(TURN, kind.dtype, kind.inner)
-        elif kind.granularity.is_ragged and left.tokens != right.tokens:
-            kind = replace(kind, granularity=kind.granularity)
+        elif kind.granularity is TOKEN and left.tokens != right.tokens:
+            found.report(
+                "FR-C02",
+                node,
+                f"brings '{name}' over, one value per token of other responses than those on the left",
+                f"right = fr.reduce(right, 'mean', of='{name}') makes one value per row; select what you need of the right side",
+            )
         columns[name] = replace(info, type=kind, writer=node.name)
     return replace(left, columns=columns)
 
@@ -370,7 +495,11 @@ def _concat(node: Node, found: Inference) -> EdgeType:
         for name in common:
             if not common[name].type.accepts(table.columns[name].type):
                 found._mismatch(node, name, common[name].type, table.columns[name])
-    models = {t.sampled_by for t in tables}
+    models = {t.sampled_by.model if t.sampled_by else "" for t in tables}
+    versions = {t.sampled_by.version if t.sampled_by else None for t in tables}
+    sampled_by = None
+    if len(models) == 1 and first.sampled_by is not None:
+        sampled_by = first.sampled_by if len(versions) == 1 else Provenance(first.sampled_by.model, None)
     token_models = {t.token_model for t in tables}
     return RowsType(
         columns={n: _joined_provenance(n, i, tables) for n, i in common.items()},
@@ -378,16 +507,22 @@ def _concat(node: Node, found: Inference) -> EdgeType:
         tokens=node.name,
         token_model=first.token_model if len(token_models) == 1 else "",
         group_size=first.group_size if len({t.group_size for t in tables}) == 1 else None,
-        sampled_by=first.sampled_by if len(models) == 1 else None,
+        sampled_by=sampled_by,
         has_foreign_tokens=any(t.has_foreign_tokens for t in tables),
         splits=tuple(dict.fromkeys(split for t in tables for split in t.splits)),
         is_mixed=any(t.is_mixed for t in tables),
+        steps=max(t.steps for t in tables),
     )
 
 
 def _joined_provenance(name: str, info: ColumnInfo, tables: list[RowsType]) -> ColumnInfo:
-    same = all(t.columns[name].provenance == info.provenance for t in tables)
-    return info if same else replace(info, provenance=None)
+    others = [t.columns[name] for t in tables]
+    models = {o.provenance.model if o.provenance else "" for o in others}
+    mask = info.is_copy_of if len({o.is_copy_of for o in others}) == 1 else ""
+    if all(o.provenance == info.provenance for o in others):
+        return replace(info, is_copy_of=mask)
+    mixed = Provenance(info.provenance.model, None) if info.provenance and len(models) == 1 else None
+    return replace(info, provenance=mixed, is_copy_of=mask)
 
 
 def _filter(node: Node, found: Inference) -> EdgeType:
@@ -402,10 +537,15 @@ def _broadcast(node: Node, found: Inference) -> EdgeType:
     info = found.read(node, rows, node["column"])
     target = Granularity[node["to"]]
     kind = info.type if info is not None else SAMPLE.f32
-    if COARSE_TO_FINE.index(kind.granularity) >= COARSE_TO_FINE.index(target):
+    if kind.granularity is TURN and target is TOKEN:
+        fix = "an operator that knows where turns begin writes it: @fr.operator(writes={'name': fr.TOKEN.f32})"
+        found.report("FR-C02", node, f"broadcasts '{node['column']}', a list per turn, to TOKEN", fix)
+    elif COARSE_TO_FINE.index(kind.granularity) >= COARSE_TO_FINE.index(target):
         fix = "fr.reduce goes the other way" if kind.granularity is not target else "use the column as it is"
         found.report("FR-C02", node, f"broadcasts '{node['column']}' to {target!r}, but it is {kind} already", fix)
-    return found.write(node, rows, Column(node["out"], replace(kind, granularity=target)), replaces=node["out"] == node["column"])
+    return found.write(
+        node, rows, Column(node["out"], replace(kind, granularity=target)), replaces=node["out"] == node["column"]
+    )
 
 
 def _reduce(node: Node, found: Inference) -> EdgeType:
@@ -414,7 +554,9 @@ def _reduce(node: Node, found: Inference) -> EdgeType:
         info = found.read(node, rows, node["of"])
         if info is not None and not info.type.granularity.is_ragged:
             fix = "reduce over rows of a key instead: fr.reduce(rows, how, by='prompt_id')"
-            found.report("FR-C02", node, f"reduces '{node['of']}', which is {info.type}: one value per row already", fix)
+            found.report(
+                "FR-C02", node, f"reduces '{node['of']}', which is {info.type}: one value per row already", fix
+            )
         dtype = "i32" if node["how"] == "count" else "f32"
         return found.write(node, rows, Column(node["out"], ColumnType(SAMPLE, dtype)))
     found.read(node, rows, node["by"])
@@ -455,11 +597,13 @@ def _buffer(node: Node, found: Inference) -> EdgeType:
 
 def _refill(node: Node, found: Inference) -> EdgeType:
     assert node.body is not None
-    outer: dict[str, EdgeType] = {"prompts": found.types[node.source("rows")]}
+    prompts = node.source("rows")
+    outer: dict[str, EdgeType] = {"prompts": found.types[prompts]}
+    given = {"prompts": found.given[prompts]} if prompts in found.given else {}
     for port, source in node.inputs:
         if port != "rows":
             outer[source] = found.types[source]
-    body = infer(node.body, outer=outer, writers=found.writers)
+    body = infer(node.body, outer=outer, writers=found.writers, given=given)
     found.bodies[node.name] = body
     rows = body.rows(node.body.outputs[0])
     operator: OperatorCall = node["keep"]
@@ -468,7 +612,7 @@ def _refill(node: Node, found: Inference) -> EdgeType:
     body.read(last, rows, node["by"])
     result = rows.with_columns(node.name, *operator.writes)
     columns = {n: replace(i, writer=node.name) for n, i in result.columns.items()}
-    return replace(result, columns=columns, rowset=node.name, tokens=node.name)
+    return replace(result, columns=columns, rowset=node.name, tokens=node.name, group_size=None)
 
 
 def _repeat(node: Node, found: Inference) -> EdgeType:
@@ -531,5 +675,3 @@ INFER: dict[str, Callable[[Node, Inference], EdgeType]] = {
     "every": _same_rows,
     "log": _same_rows,
 }
-
-
