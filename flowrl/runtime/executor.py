@@ -50,8 +50,10 @@ HANDLERS: dict[str, Callable[[Node, Context], Value]] = {
 }
 """Kind of node to what runs it. `input` and `after` are settled by the executor itself: they only pass values on."""
 
-Observer = Callable[[Node, Value, float, float, str], None]
-"""Called after each node with (node, value, start, end, path)."""
+Before = Callable[[Node, str], None]
+"""Called before each node with (node, path of the sub-graph it is in)."""
+After = Callable[[Node, Value, float, float, str], None]
+"""Called after each node with (node, value, start, end, path); times of `time.perf_counter`."""
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Executor:
     seed: int = 0
     max_tokens: int = 256
     memory: Memory = field(default_factory=Memory)
-    observe: Observer | None = None
+    before: Before | None = None
+    after: After | None = None
 
     def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
         """Run one iteration of the flow; returns every computed value by node name, and the step's log."""
@@ -85,14 +88,16 @@ class Executor:
         for node in context.graph:
             if node.name not in asked or node.name in context.values:
                 continue
+            if self.before is not None:
+                self.before(node, context.path)
             start = time.perf_counter()
             value = self._value(node, context)
             context.values[node.name] = value
             end = time.perf_counter()
             if node.kind not in ("input", "refill"):
                 context.log.seconds[node.kind] = context.log.seconds.get(node.kind, 0.0) + end - start
-            if self.observe is not None:
-                self.observe(node, value, start, end, context.path)
+            if self.after is not None:
+                self.after(node, value, start, end, context.path)
 
     def _value(self, node: Node, context: Context) -> Value:
         if node.kind == "input":

@@ -22,7 +22,7 @@ from flowrl.model import Model
 from flowrl.runtime.context import Table, Value
 from flowrl.runtime.data import Data
 from flowrl.runtime.executor import Executor
-from flowrl.runtime.observe import Observation
+from flowrl.runtime.observe import Observation, describe
 from flowrl.runtime.options import OPTION_NAMES, Options
 from flowrl.schema.columns import nearest
 from flowrl.store.rows import RowBatch
@@ -133,12 +133,21 @@ def run_local(
     graph = flow.graph() if isinstance(flow, Flow) else flow
     if not isinstance(graph, Graph):
         raise ConfigError(f"run_local needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
-    prepared = prepare(graph, inputs, settings)
+    prepared = prepare(graph, inputs, settings, seed)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts)
-    with Observation(run, steps=steps, seed=seed, engine=engine, options=settings, prepared=prepared) as observation:
+    about = describe(
+        prepared.graph, prepared.notes, prepared.models, prepared.data, settings, steps=steps, seed=seed, engine=engine
+    )
+    with Observation(run, settings, about, steps=steps) as observation:
         executor = Executor(
-            prepared.graph, hosts, prepared.data, seed, settings.max_tokens, observe=observation.node_done
+            prepared.graph,
+            hosts,
+            prepared.data,
+            seed,
+            settings.max_tokens,
+            before=observation.node_begins,
+            after=observation.node_done,
         )
         for step in range(steps):
             observation.step_begins(step)
@@ -157,7 +166,7 @@ class Prepared:
     data: dict[str, Data]
 
 
-def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options) -> Prepared:
+def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: int = 0) -> Prepared:
     """Bind inputs, check the graph against them, prune and merge."""
     nodes = {node.name: node for node in graph.inputs}
     for name in inputs:
@@ -170,7 +179,7 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options) -> Prepa
         what = ", ".join(f"{name}= ({'a model' if nodes[name]['kind'] == 'weights' else 'data'})" for name in still_missing)
         raise ConfigError(f"flow '{graph.name}' needs {what}")
     models = {n: _as_model(n, inputs[n]) for n, node in nodes.items() if n in inputs and node["kind"] == "weights"}
-    data = {n: _as_data(n, inputs[n], settings) for n, node in nodes.items() if n in inputs and node["kind"] == "rows"}
+    data = {n: _as_data(n, inputs[n], settings, seed) for n, node in nodes.items() if n in inputs and node["kind"] == "rows"}
     if settings.checks:
         problems = find_problems(
             graph, schedule=settings.schedule, models=models, data={n: d.schema for n, d in data.items()}
@@ -202,14 +211,14 @@ def _as_model(name: str, value: Any) -> Model:
     )
 
 
-def _as_data(name: str, value: Any, settings: Options) -> Data:
+def _as_data(name: str, value: Any, settings: Options, seed: int) -> Data:
     if isinstance(value, Model):
         raise ConfigError(f"input '{name}' is a table; found a model")
     try:
         data = value if isinstance(value, Data) else Data(value, name=name)
     except DataError as error:
         raise DataError(f"input '{name}': {error}") from error
-    return data.with_default_batch(settings.batch)
+    return data.opened(seed=seed, name=name).with_default_batch(settings.batch)
 
 
 def uses_of(graph: Graph) -> dict[str, frozenset[str]]:

@@ -2,39 +2,174 @@
 
 from __future__ import annotations
 
+import platform
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from importlib import metadata
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
-from flowrl.graph.code import digest
-from flowrl.graph.nodes import Node
+from flowrl.engines.protocol import Host
+from flowrl.graph.losses import Loss
+from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall
+from flowrl.model import Model
 from flowrl.runtime.context import StepLog, Table, Value
+from flowrl.runtime.data import Data
 from flowrl.runtime.metrics import step_metrics
 from flowrl.runtime.options import Options
 from flowrl.runtime.progress import open_progress
 from flowrl.runtime.rundir import RunDir
+from flowrl.store.rows import RowBatch
 from flowrl.trace import Event
 
-if TYPE_CHECKING:
-    from flowrl.runtime.local import Prepared, Run
+SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "answer", "reward", "finish_reason", "row_error")
+"""What is kept of a sampled row for people, where it is there."""
+
+
+class Observed(Protocol):
+    """What is observed: a run."""
+
+    graph: Graph
+    notes: tuple[str, ...]
+    path: Any
+    metrics: list[dict[str, float]]
+    status: str
+    hosts: dict[str, Host]
 
 
 class Observation:
-    """Context manager around the steps of a run."""
+    """Context manager around the steps of a run: opens the files, follows every node and step, closes the files."""
 
-    def __init__(self, run: Run, *, steps: int, seed: int, engine: str, options: Options, prepared: Prepared) -> None:
+    def __init__(self, run: Observed, options: Options, info: Mapping[str, Any], *, steps: int) -> None:
         self.run = run
-        self.steps = steps
         self.options = options
         self.step = 0
-        self.started = time.perf_counter()
-        self.step_started = self.started
+        self.started = 0.0
         self.folder: RunDir | None = None
+        name = options.name or run.graph.name
         if options.out is not None:
-            self.folder = RunDir.create(options.out, options.name or run.graph.name)
+            self.folder = RunDir.create(options.out, name)
             run.path = self.folder.path
             self.folder.write_graph(str(run.graph))
-            self.folder.write_info(describe(run, steps=steps, seed=seed, engine=engine, options=options, prepared=prepared))
-        self.progress = open_progress(options.progress, name=options.name or run.graph.name, steps=steps, path=run.path)
+            self.folder.write_info(info)
+        self.progress = open_progress(options.progress, name=name, steps=steps, path=run.path)
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.__exit__(kind, error, trace)
+        if error is None:
+            self.run.status = "finished"
+        else:
+            self.run.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if self.folder is not None:
+            self.folder.finish(self.run.status, error)
+
+    def step_begins(self, step: int) -> None:
+        self.step = step
+        self.started = time.perf_counter()
+
+    def node_begins(self, node: Node, path: str) -> None:
+        self.progress.phase(path + node.name)
+
+    def node_done(self, node: Node, value: Value, start: float, end: float, path: str) -> None:
+        """Trace one node's work and record its rows where asked."""
+        if self.folder is None:
+            return
+        name = path + node.name
+        batch = value.batch if isinstance(value, Table) else None
+        offset = time.time() - time.perf_counter()
+        event = Event(
+            "compute", name, self.step, start + offset, end + offset,
+            len(batch) if batch is not None else 0, batch.nbytes if batch is not None and node.kind != "input" else 0,
+            {"kind": node.kind},
+        )  # fmt: skip
+        self.folder.trace.add(event)
+        if batch is not None and ("*" in self.options.record or name in self.options.record):
+            self.folder.write_edge(self.step, name, batch)
+
+    def step_done(self, step: int, log: StepLog) -> None:
+        """Turn what the step logged into metrics, and show and write them."""
+        numbers = step_metrics(
+            written=log.written,
+            updates=log.updates,
+            seconds=log.seconds,
+            step_s=time.perf_counter() - self.started,
+            extra=log.extra,
+        )
+        self.run.metrics.append(numbers)
+        samples = list(pick_samples(log, self.options.log_samples))
+        if self.folder is not None:
+            self.folder.write_metrics(step, {**numbers, **({"notes": log.notes} if log.notes else {})})  # type: ignore[dict-item]
+            self.folder.write_samples(step, samples)
+            self.folder.flush()
+        self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=log.notes)
+
+
+def pick_samples(log: StepLog, count: int) -> Iterator[dict[str, Any]]:
+    """A few rows of the step, spread over the table with most of the columns people look at."""
+    best: RowBatch | None = None
+    for _, rows, _ in log.written:
+        if "response" in rows and len(rows) and (best is None or _shown(rows) >= _shown(best)):
+            best = rows
+    if best is None:
+        return
+    picks = sorted({i * len(best) // max(count, 1) for i in range(count)})
+    for index in picks:
+        yield {name: _plain(best[name][index]) for name in SAMPLE_COLUMNS if name in best}
+
+
+def _shown(rows: RowBatch) -> int:
+    return sum(1 for name in SAMPLE_COLUMNS if name in rows)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def describe(
+    graph: Graph, notes: tuple[str, ...], models: Mapping[str, Model], data: Mapping[str, Data], options: Options, **run: Any
+) -> dict[str, Any]:
+    """What `run.json` says of a run: enough to know what ran, with what, on what."""
+    return {
+        **run,
+        "flow": graph.name,
+        "graph_hash": graph.hash,
+        "notes": list(notes),
+        "operators": dict(sorted(_specs(graph))),
+        "models": {name: _model(model) for name, model in models.items()},
+        "data": {name: {"rows": len(d), "columns": list(d.schema.names), "batch": d.batch} for name, d in data.items()},
+        "options": {**asdict(options), "schedule": repr(options.schedule)},
+        "versions": {"python": platform.python_version(), **{p: _version(p) for p in ("flowrl", "torch", "transformers", "vllm", "pyarrow")}},
+    }
+
+
+def _specs(graph: Graph) -> Iterator[tuple[str, str]]:
+    """(name, spec hash) of every operator and loss in a graph and its sub-graphs."""
+    for node in graph:
+        for _, value in node.params:
+            if isinstance(value, OperatorCall):
+                yield value.name, value.hash
+            elif isinstance(value, Loss):
+                yield from ((term.name, term.hash) for term in value.terms())
+        if node.body is not None:
+            yield from _specs(node.body)
+
+
+def _model(model: Model) -> dict[str, Any]:
+    source = model.source if isinstance(model.source, str) else type(model.source).__name__
+    return {
+        "source": source, "head": model.head, "precision": model.precision, "sampler": model.sampler,
+        "optimizer": asdict(model.optimizer), "micro_batch_tokens": model.micro_batch_tokens,
+    }  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -29,6 +29,7 @@ REFRESH_S = 0.2
 HISTORY = 48
 """Steps in the sparkline."""
 BARS = "▁▂▃▄▅▆▇█"
+BAR_CHARS = 60
 SAMPLE_CHARS = 600
 """Most characters of a prompt or response shown."""
 
@@ -242,7 +243,6 @@ class LiveProgress(Progress):
     def _panel(self) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
@@ -252,12 +252,13 @@ class LiveProgress(Progress):
             if 0 < self._done < self.steps
             else ""
         )
+        done = round(BAR_CHARS * min(self._done / max(self.steps, 1), 1.0))
         parts: list[RenderableType] = [
             Text(
                 f"step {self._done}/{self.steps}  {_duration(spent)}{left}"
                 + (f"  now: {self._now}" if self._now else "")
             ),
-            ProgressBar(total=max(self.steps, 1), completed=self._done),
+            Text("━" * done + "─" * (BAR_CHARS - done), style="cyan"),
         ]
         numbers = shown(self._metrics)
         if numbers:
