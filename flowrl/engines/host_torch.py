@@ -1,0 +1,326 @@
+"""The torch engine: one module per model of a run, which scores, trains and (unless vLLM does) samples."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.engines.forward import Forward
+from flowrl.engines.loading import Loaded, load
+from flowrl.engines.modules import context_length, embedding_rows
+from flowrl.engines.packing import Batch, Sequences, make_batch, split_by_tokens
+from flowrl.engines.protocol import (
+    USES,
+    Host,
+    Sampled,
+    Sampler,
+    SampleRequest,
+    SamplingOptions,
+    TokenRows,
+    UpdateJob,
+    UpdateReport,
+)
+from flowrl.engines.sampler_transformers import TransformersSampler
+from flowrl.engines.tokenizers import IdsOnly
+from flowrl.engines.trainer_torch import Trainer, temperature_of
+from flowrl.engines.weights import Weights
+from flowrl.errors import ConfigError, EngineError
+from flowrl.graph.losses import is_live, reads_of
+from flowrl.model import Model
+from flowrl.schema.columns import nearest
+from flowrl.schema.ragged import Ragged
+
+VLLM_SAMPLER = "flowrl.engines.sampler_vllm:VllmSampler"
+HEAD_OF_USE = {"generate": "lm", "logprobs": "lm", "top_logprobs": "lm", "values": "value", "score": "reward"}
+
+
+class TorchEngine:
+    """Opens models with PyTorch and Transformers."""
+
+    name = "torch"
+
+    def open(self, name: str, model: Model, uses: frozenset[str], *, seed: int) -> Host:
+        """Load a model for the given uses.
+
+        Errors: EngineError naming what is missing (path, head, tokenizer) and what to do; ConfigError for a use not known.
+        """
+        for use in sorted(uses):
+            if use not in USES:
+                raise ConfigError(f"a model is used for {', '.join(USES)}; found {use!r}; {nearest(use, USES)}")
+            needed = HEAD_OF_USE.get(use, model.head)
+            if needed != model.head:
+                raise EngineError(
+                    f"model '{name}' is used for '{use}', which needs head='{needed}'; it has head='{model.head}'; "
+                    f"write fr.Model(..., head='{needed}')"
+                )
+        loaded = load(name, model, seed=seed, trains="update" in uses)
+        if loaded.new_head and "update" not in uses and "source" not in uses:
+            raise EngineError(
+                f"model '{name}' has no trained {model.head} head in {model.source!r}, and nothing trains it here, so "
+                "its numbers would mean nothing; give a model whose head is trained"
+            )
+        return TorchHost(name, model, loaded, uses)
+
+
+class TorchHost:
+    """One model on one device. See `flowrl.engines.protocol.Host`."""
+
+    def __init__(self, name: str, model: Model, loaded: Loaded, uses: frozenset[str]) -> None:
+        self.name = name
+        self.spec = model
+        self.version = 0
+        self.tokenizer = loaded.tokenizer
+        self.module = loaded.module
+        self._hf_tokenizer = loaded.hf_tokenizer
+        self._context = context_length(name, self.module, model.max_context)
+        trains = "update" in uses
+        if not trains:
+            self.module.requires_grad_(False)
+        self.weights = Weights(name, self.module)
+        self.forward = Forward(name, self.module, head=model.head, vocab_size=self.tokenizer.vocab_size)
+        self.num_ids = embedding_rows(name, self.module)
+        self.trainer: Trainer | None = None
+        if trains:
+            self.weights.make_masters(trainable=True)
+            if model.gradient_checkpointing:
+                _checkpoint_layers(name, self.module)
+            self.trainer = Trainer(
+                self.forward,
+                self.weights,
+                model.optimizer,
+                micro_batch_tokens=model.micro_batch_tokens,
+                max_context=self._context,
+            )
+        self._sampler: Sampler | None = None
+        if "generate" in uses and model.sampler == "transformers":
+            self._sampler = TransformersSampler(
+                self.module, self.tokenizer, model, name=name, max_context=self._context, shared=True
+            )
+        self._start_sum = ""
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest prompt plus response in tokens; None for no limit."""
+        return self._context
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
+        """One response per request, in order, with the newest weights."""
+        if self._sampler is None:
+            self._sampler = self._open_sampler()
+        if self._sampler.version != self.version:
+            self._sampler.load(self.weights.named(), self.version)
+        return self._sampler.generate(requests, options)
+
+    def _open_sampler(self) -> Sampler:
+        if self.spec.sampler != "vllm":
+            raise EngineError(f"model '{self.name}' was not opened for 'generate'; it has no sampler")
+        module, _, attribute = VLLM_SAMPLER.partition(":")
+        sampler: Sampler = getattr(importlib.import_module(module), attribute)(self.module, self.tokenizer, self.spec)
+        return sampler
+
+    # --- forward passes ----------------------------------------------------------------------------------------------
+
+    def logprobs(self, rows: TokenRows) -> Ragged:
+        """[T] float32 nats of each response token, at each row's temperature."""
+        self.forward.require(("logprobs",))
+        out = np.zeros(len(rows.response_ids.values), np.float32)
+        for batch in self._batches(rows):
+            found, _ = self._run(self._stats, batch, rows)
+            out[batch.flat_T] = found.cpu().numpy()
+        return Ragged.like(out, rows.response_ids)
+
+    def top_logprobs(self, rows: TokenRows, k: int) -> tuple[Ragged, Ragged]:
+        """([T, k] int32 ids, [T, k] float32 nats), likeliest first."""
+        self.forward.require(("logprobs",))
+        if not 1 <= k <= self.forward.vocab_size:
+            raise ConfigError(
+                f"top_logprobs of model '{self.name}' takes k from 1 to {self.forward.vocab_size}; found {k}"
+            )
+        total = len(rows.response_ids.values)
+        ids, nats = np.zeros((total, k), np.int32), np.zeros((total, k), np.float32)
+        for batch in self._batches(rows):
+            for start, top_ids, top_nats in self._run(self._top, batch, rows, k):
+                flat = batch.flat_T[start : start + len(top_ids)]
+                ids[flat], nats[flat] = top_ids.cpu().numpy(), top_nats.cpu().numpy()
+        return Ragged.like(ids, rows.response_ids), Ragged.like(nats, rows.response_ids)
+
+    def values(self, rows: TokenRows) -> Ragged:
+        """[T] float32: the value read at the token before each response token."""
+        self.forward.require(("values",))
+        out = np.zeros(len(rows.response_ids.values), np.float32)
+        for batch in self._batches(rows):
+            out[batch.flat_T] = self._run(self._values, batch, rows).cpu().numpy()
+        return Ragged.like(out, rows.response_ids)
+
+    def score(self, rows: TokenRows) -> np.ndarray:
+        """[N] float32: the reward head at the last token."""
+        self.forward.require(("scores",))
+        out = np.zeros(len(rows), np.float32)
+        for batch in self._batches(rows, whole=True):
+            out[batch.rows] = self._run(self._scores, batch, rows).cpu().numpy()
+        return out
+
+    def _batches(self, rows: TokenRows, *, whole: bool = False) -> list[Batch]:
+        sequences = Sequences.of(rows, num_ids=self.num_ids, max_length=self._context)
+        # the last token predicts nothing, but a score is read at it
+        lengths = sequences.lengths if whole else np.where(rows.response_ids.lengths > 0, sequences.lengths - 1, 0)
+        if whole and len(lengths) and lengths.min() == 0:
+            raise EngineError(
+                f"model '{self.name}' cannot score row {int(lengths.argmin())}, which has no tokens at all"
+            )
+        busy = np.flatnonzero(lengths > 0)
+        blocks = split_by_tokens(lengths[busy], self.spec.sample_batch_tokens)
+        return [make_batch(sequences, rows.response_ids, busy[b], mask=None, fill=0, whole=whole) for b in blocks]
+
+    @torch.no_grad()
+    def _run(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        device = self.forward.device
+        row_T = torch.from_numpy(batch.row_T).to(device)
+        ids, position_T = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.position_T).to(device)
+        return self.forward.hidden(ids, row_T, position_T), row_T
+
+    def _stats(self, batch: Batch, rows: TokenRows) -> tuple[Tensor, Tensor | None]:
+        hidden, row_T = self._hidden(batch)
+        targets = torch.from_numpy(batch.target_T).to(hidden.device)
+        return self.forward.stats(
+            hidden, targets, temperature_of(rows.temperature[batch.rows], row_T), with_entropy=False
+        )
+
+    def _top(self, batch: Batch, rows: TokenRows, k: int) -> list[tuple[int, Tensor, Tensor]]:
+        hidden, row_T = self._hidden(batch)
+        scale = temperature_of(rows.temperature[batch.rows], row_T)
+        found = []
+        for start, cut in self.forward.slices(len(hidden)):
+            logits = self.forward.logits(hidden[cut], None if scale is None else scale[cut])
+            top = logits.topk(k, -1)
+            found.append((start, top.indices, top.values - logits.logsumexp(-1, keepdim=True)))
+        return found
+
+    def _values(self, batch: Batch, rows: TokenRows) -> Tensor:
+        return self.forward.scalars(self._hidden(batch)[0])
+
+    def _scores(self, batch: Batch, rows: TokenRows) -> Tensor:
+        device = self.forward.device
+        last = torch.from_numpy(batch.last_B).to(device)
+        hidden = self.forward.hidden(
+            torch.from_numpy(batch.ids).to(device), torch.arange(len(last), device=device), last
+        )
+        return self.forward.scalars(hidden)
+
+    # --- changing weights --------------------------------------------------------------------------------------------
+
+    def update(self, job: UpdateJob) -> UpdateReport:
+        """Take the job's optimizer steps; the version rises by one when any was taken."""
+        if self.trainer is None:
+            raise EngineError(f"model '{self.name}' was not opened for 'update'; it has no optimizer")
+        report = self.trainer.update(self._with_old_logprobs(job), self.num_ids)
+        if report.steps:
+            self.version += 1
+        return report
+
+    def _with_old_logprobs(self, job: UpdateJob) -> UpdateJob:
+        """[Note: Old means before the first step] A term may read the live log-probabilities, detached, for lack of a stored
+        column. In the first optimizer step those are the same; in later ones they would follow the policy and every ratio
+        would be 1. So with more than one step they are computed once, before."""
+        if job.epochs * job.minibatches == 1 or len(job.rows) == 0:
+            return job
+        missing = {
+            r.column
+            for r in reads_of(job.loss)
+            if r.live == "logprobs"
+            and not is_live(r)
+            and r.column not in job.columns
+            and r.broadcast not in job.columns
+        }
+        if not missing:
+            return job
+        frozen = self.logprobs(job.rows)
+        return replace(job, columns={**job.columns, **dict.fromkeys(sorted(missing), frozen)})
+
+    def blend(self, source: Host, decay: float) -> None:
+        """weights = decay * weights + (1 - decay) * source's; 0 copies. Errors: EngineError when names or shapes differ."""
+        if not isinstance(source, TorchHost):
+            raise EngineError(
+                f"model '{self.name}' takes weights from models of the torch engine only; '{source.name}' is of another"
+            )
+        self.weights.blend(source.weights, decay)
+        self.version += 1
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """NumPy arrays by parameter name: weights, optimizer, schedule; and the version.
+
+        A model whose weights have not changed since it was opened gives a checksum instead of its weights.
+        """
+        state: dict[str, Any] = {"version": self.version}
+        if self.version == 0 and self.trainer is None:
+            self._start_sum = self._start_sum or self.weights.checksum()
+            return {**state, "unchanged": self._start_sum}
+        state["weights"] = self.weights.export()
+        if self.trainer is not None:
+            state.update(self.trainer.state())
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave. Leave out "optimizer" for fresh moments, "schedule" to keep the schedule where it is.
+
+        Errors: EngineError naming what does not fit.
+        """
+        if "weights" in state:
+            self.weights.load(state["weights"])
+        elif "unchanged" in state and state["unchanged"] != self.weights.checksum():
+            raise EngineError(
+                f"model '{self.name}' had never been changed when its state was saved, and its source holds other weights now; "
+                "resume with the model the run was started with"
+            )
+        if self.trainer is not None:
+            self.trainer.restore(state)
+        self.version = int(state.get("version", self.version))
+
+    def model(self) -> Model:
+        """The model as it is now, its source the live module (copied by whatever opens it)."""
+        tokenizer = self.tokenizer if self._hf_tokenizer is None else self._hf_tokenizer
+        return replace(self.spec, source=self.module, tokenizer=None if isinstance(tokenizer, IdsOnly) else tokenizer)
+
+    def save(self, path: str) -> None:
+        """Write weights and tokenizer where Transformers loads them; a module without `save_pretrained` as `model.pt`."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        save = getattr(self.module, "save_pretrained", None)
+        if callable(save):
+            save(str(folder))
+        else:
+            torch.save(self.module.state_dict(), folder / "model.pt")
+        if self._hf_tokenizer is not None:
+            self._hf_tokenizer.save_pretrained(str(folder))
+
+    def close(self) -> None:
+        """Give back the sampler and the optimizer's memory."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = None
+        self.trainer = None
+
+
+def _checkpoint_layers(name: str, module: Any) -> None:
+    """Recompute activations in the backward pass. The layers' own flag is set and not their children's, so dropout stays off."""
+    enable = getattr(module, "gradient_checkpointing_enable", None)
+    if not callable(enable):
+        raise EngineError(f"model '{name}': {type(module).__name__} has no gradient checkpointing; leave it off")
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in module.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True

@@ -1,0 +1,138 @@
+"""The parameters of a module by name, with fp32 master copies where the module itself is in lower precision.
+
+[Note: Small steps need fp32]
+A bfloat16 number has 8 significant bits, so 1.0 - 1e-6 is 1.0 again and a policy trained in it would not move. With
+`precision="bf16"` the module runs in bfloat16; gradients of every micro-batch are added up in fp32, and the optimizer (or
+an exponential moving average) moves fp32 masters that are then rounded into the module. In fp32 master and parameter
+are the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import EngineError
+from flowrl.schema.columns import nearest
+
+
+class Weights:
+    """Named parameters (tied ones once) and persistent buffers of a module."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        kept = module.state_dict(keep_vars=True)
+        self.buffers: dict[str, Tensor] = {n: b for n, b in module.named_buffers() if n in kept}
+        self.masters: dict[str, Tensor] = dict(self.parameters)
+        self._mastered = False
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) as the module holds them: what a sampler loads."""
+        for name, parameter in self.parameters.items():
+            yield name, parameter.detach()
+
+    def make_masters(self, *, trainable: bool) -> None:
+        """Give parameters in lower precision fp32 masters; with `trainable`, gradients add up in the masters."""
+        if not self._mastered:
+            self._mastered = True
+            for name, parameter in self.parameters.items():
+                if parameter.dtype != torch.float32:
+                    self.masters[name] = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        if trainable:
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_move_grad_to(self.masters[name]))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the module, in place."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    @torch.no_grad()
+    def blend(self, source: Weights, decay: float) -> None:
+        """self = decay * self + (1 - decay) * source, in place; buffers are copied. Names and shapes must be equal."""
+        self.match({n: tuple(t.shape) for n, t in source.masters.items()}, f"model '{source.name}'")
+        if decay > 0:
+            self.make_masters(trainable=False)
+        for name, master in self.masters.items():
+            theirs = source.masters[name].to(master.device, master.dtype)
+            if decay > 0:
+                master.lerp_(theirs, 1 - decay)
+            else:
+                master.copy_(theirs)
+        for name, buffer in self.buffers.items():
+            if name in source.buffers:
+                buffer.copy_(source.buffers[name])
+        self.publish()
+
+    def match(self, shapes: Mapping[str, tuple[int, ...]], whose: str) -> None:
+        """Errors: EngineError naming the first parameter that is missing, unknown or of another shape."""
+        for name, master in self.masters.items():
+            if name not in shapes:
+                raise EngineError(
+                    f"{whose} has no parameter '{name}', which model '{self.name}' has; {nearest(name, shapes)}"
+                )
+            if shapes[name] != tuple(master.shape):
+                raise EngineError(
+                    f"parameter '{name}' of {whose} has shape {shapes[name]} and that of model '{self.name}' "
+                    f"{tuple(master.shape)}; both must be of one architecture and size"
+                )
+        for name in shapes:
+            if name not in self.masters:
+                raise EngineError(
+                    f"{whose} has a parameter '{name}' that model '{self.name}' lacks; {nearest(name, self.masters)}"
+                )
+
+    def export(self) -> dict[str, np.ndarray]:
+        """Masters and persistent buffers as NumPy arrays of their own; bfloat16 becomes float32, which loses nothing."""
+        return {name: to_numpy(tensor) for name, tensor in (*self.masters.items(), *self.buffers.items())}
+
+    @torch.no_grad()
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take what `export` gave, in place."""
+        shapes = {name: tuple(array.shape) for name, array in arrays.items() if name not in self.buffers}
+        self.match(shapes, "the saved state")
+        for name, tensor in (*self.masters.items(), *self.buffers.items()):
+            if name in arrays:
+                tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+        self.publish()
+
+    def checksum(self) -> str:
+        """Equal for equal bits, whatever the device and the number of threads: sums of the bits as integers wrap around
+        and do not depend on their order."""
+        total = 0
+        for name, tensor in (*self.masters.items(), *self.buffers.items()):
+            flat = tensor.detach().reshape(-1).contiguous()
+            bits = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
+            place = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
+            number = int((bits.to(torch.int64) * place).sum()) if len(bits) else 0
+            total = (total * 1_000_003 + number + len(name)) % 2**64
+        return f"{total:016x}"
+
+
+def _move_grad_to(master: Tensor) -> Any:
+    def move(parameter: Tensor) -> None:
+        grad = parameter.grad
+        parameter.grad = None
+        if grad is None:
+            return
+        if master.grad is None:
+            master.grad = grad.float()
+        else:
+            master.grad.add_(grad)
+
+    return move
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """A copy on the host; bfloat16 as float32."""
+    host = tensor.detach().to("cpu", torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype)
+    return np.array(host.numpy())
