@@ -104,7 +104,7 @@ class Observation:
         self.run.metrics.append(numbers)
         samples = list(pick_samples(log, self.options.log_samples))
         if self.folder is not None:
-            self.folder.write_metrics(step, {**numbers, **({"notes": log.notes} if log.notes else {})})  # type: ignore[dict-item]
+            self.folder.write_metrics(step, numbers, notes=log.notes)
             self.folder.write_samples(step, samples)
             self.folder.flush()
         self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=log.notes)

@@ -20,7 +20,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, unquote
@@ -33,7 +33,7 @@ from flowrl.store.rows import RowBatch
 from flowrl.trace import Event, LineWriter, TraceWriter, now_s, read_lines, read_trace, to_json
 
 STATUSES = ("running", "finished", "interrupted", "failed")
-RESERVED = ("step", "time_s", "resumed_at")
+RESERVED = ("step", "time_s", "notes", "resumed_at")
 """Keys of a line of metrics that are no metrics."""
 _BATCH_ROWS = 256
 """Rows of one record batch of an edge: the most a kill can lose of it."""
@@ -142,13 +142,17 @@ class RunDir:
                 f"run '{self.path}' was opened for reading; RunDir.create or RunDir.resume opens one for writing"
             )
 
-    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log numbers of a step. A step may be logged in parts and in any order; they are put together on reading."""
+    def write_metrics(self, step: int, metrics: Mapping[str, float], *, notes: Sequence[str] = ()) -> None:
+        """Log numbers of a step, and what a person should know about it.
+
+        A step may be logged in parts and in any order; they are put together on reading.
+        """
         self._must_write()
         for name in metrics:
             if name in RESERVED:
                 raise RunError(f"'{name}' cannot be the name of a metric; choose another")
-        self._metrics.write({"step": step, "time_s": now_s(), **metrics})
+        more = {"notes": list(notes)} if notes else {}
+        self._metrics.write({"step": step, "time_s": now_s(), **metrics, **more})
         self._metrics.flush()
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -260,6 +264,16 @@ class RunDir:
             known = sorted({key for row in rows for key in row if key != "step"})
             raise RunError(f"run '{self.path}' has no metric '{name}'; {nearest(name, known)}")
         return found
+
+    def notes(self) -> list[tuple[int, str]]:
+        """(step, note) of everything a person should know about the steps."""
+        kept: list[tuple[int, str]] = []
+        for line in read_lines(self.path / "metrics.jsonl"):
+            if "resumed_at" in line:
+                kept = [(step, note) for step, note in kept if step < line["resumed_at"]]
+            else:
+                kept += [(int(line["step"]), str(note)) for note in line.get("notes", ())]
+        return sorted(kept, key=lambda item: item[0])
 
     def samples(self) -> list[dict[str, Any]]:
         """The samples kept, in order of steps; those of steps that a resumed run took again are left out."""
