@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from flowrl.errors import TraceError
@@ -78,15 +78,77 @@ def path_of(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def code_hash(function: Callable[..., Any]) -> str:
-    """Hash of what a function does: its source without comments, docstring, decorators and layout."""
+    """Hash of what a function does: its source without comments, docstring, decorators and layout, and what it closes over.
+
+    The same on every machine and Python: the syntax tree is written by `_dump`, not by `ast.unparse`, whose spelling
+    changes with versions.
+    """
+    function = inspect.unwrap(function)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        text = ast.unparse(_Bare().visit(tree))
+        text = _dump(_Bare().visit(_tree(function)))
     except (OSError, TypeError, SyntaxError):
         code = getattr(function, "__code__", None)
         # no source (interactive, C): bytecode is the best that is left
-        text = repr((code.co_code, code.co_consts, code.co_names)) if code is not None else path_of(function)
-    return digest(text)
+        text = _bytecode(code) if code is not None else path_of(function)
+    return digest(text + _closed_over(function))
+
+
+def _tree(function: Callable[..., Any]) -> ast.AST:
+    """Syntax tree of a function. A lambda is looked up in its file, since its lines hold other code as well."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "<lambda>":
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    spans = [p for p in code.co_positions() if p[0] is not None and p[2] is not None and p[3]]
+    for node in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
+        if isinstance(node, ast.Lambda) and spans:
+            first, last = (node.body.lineno, node.body.col_offset), (node.body.end_lineno, node.body.end_col_offset)
+            inside = ((line, column) for line, _, column, _ in spans if line is not None and column is not None)
+            if all(first <= at <= last for at in inside):
+                return node
+    raise OSError(f"no source for the lambda at {code.co_filename}:{code.co_firstlineno}")
+
+
+def _closed_over(function: Callable[..., Any]) -> str:
+    """Values of a function's closure, so that two functions made by one factory differ as their settings do."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    shown = []
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, tuple | list | set | frozenset):
+            texts = [ascii(v) if _is_constant(v) else type(v).__name__ for v in value]
+            shown.append(f"{name}={sorted(texts) if isinstance(value, set | frozenset) else texts}")
+        elif _is_constant(value):
+            shown.append(f"{name}={value!a}")
+        elif inspect.isfunction(value) and value is not function:
+            shown.append(f"{name}={path_of(value)}")
+    return "".join(f"; {item}" for item in shown)
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | bytes)
+
+
+def _bytecode(code: CodeType) -> str:
+    # constants may be code themselves, whose repr holds an address
+    constants = [_bytecode(c) if isinstance(c, CodeType) else ascii(c) for c in code.co_consts]
+    return f"({code.co_code.hex()}, {constants}, {code.co_names})"
+
+
+_NO_MEANING = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params", "returns", "annotation"})
+"""Fields of syntax trees that say nothing of what the code does."""
+
+
+def _dump(value: Any) -> str:
+    if isinstance(value, ast.AST):
+        fields = ((n, v) for n, v in ast.iter_fields(value) if n not in _NO_MEANING and v is not None and v != [])
+        return f"{type(value).__name__}({','.join(f'{n}={_dump(v)}' for n, v in fields)})"
+    if isinstance(value, list):
+        return f"[{','.join(map(_dump, value))}]"
+    return ascii(value)
 
 
 def digest(text: str) -> str:
@@ -94,19 +156,34 @@ def digest(text: str) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Drops docstrings, decorators and annotations."""
+    """Drops docstrings and decorators."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
-        node.decorator_list = []
-        node.returns = None
-        if node.body and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
-            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            node.decorator_list = []
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.JoinedStr):
+            node.values = _joined(node.values)
         return node
 
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
+
+def _joined(parts: list[ast.expr]) -> list[ast.expr]:
+    """Parts of an f-string with neighbouring texts made one: Pythons differ in how many they make of a literal."""
+    made: list[ast.expr] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, ast.Constant) and isinstance(last, ast.Constant):
+            made[-1] = ast.Constant(str(last.value) + str(part.value))
+        elif not isinstance(part, ast.Constant) or part.value:
+            made.append(part)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Col(Expression):
 class Literal(Expression):
     """A constant."""
 
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,7 @@ def evaluate(expression: Expression, columns: Mapping[str, Any]) -> Any:
         case Binary(op, left, right):
             return BINARY[op](evaluate(left, columns), evaluate(right, columns))
         case Where(condition, then, otherwise):
-            return np.where(
-                evaluate(condition, columns), evaluate(then, columns), evaluate(otherwise, columns)
-            )
+            return np.where(evaluate(condition, columns), evaluate(then, columns), evaluate(otherwise, columns))
     raise TypeError(f"no evaluation for {type(expression).__name__}")
 
 

@@ -1,11 +1,11 @@
 """Flows: functions from handles to handles.
 
-    @fr.flow
-    def grpo(prompts, policy, ref, *, group_size=8): ...
+@fr.flow
+def grpo(prompts, policy, ref, *, group_size=8): ...
 
-    grpo.graph(group_size=4)        # the graph
-    grpo(group_size=4)              # the same
-    grpo(prompts, policy, ref)      # inside another flow: its nodes are added there
+grpo.graph(group_size=4)        # the graph
+grpo(group_size=4)              # the same
+grpo(prompts, policy, ref)      # inside another flow: its nodes are added there
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def _signature(
     defaults: dict[str, Any] = {}
     for param in inspect.signature(function).parameters.values():
         if param.kind in (param.VAR_POSITIONAL, param.VAR_KEYWORD):
-            raise TraceError(f"flow '{function.__name__}' has '*{param.name}'; name every input and configuration value")
+            raise TraceError(
+                f"flow '{function.__name__}' has '*{param.name}'; name every input and configuration value"
+            )
         if param.kind is param.KEYWORD_ONLY:
             defaults[param.name] = REQUIRED if param.default is param.empty else param.default
             continue
@@ -130,9 +132,18 @@ def _signature(
                 f"input '{param.name}' of flow '{function.__name__}' has the name of a run option "
                 f"({', '.join(sorted(RESERVED))}); call it something else"
             )
-        kinds = {Rows: "rows", "Rows": "rows", "fr.Rows": "rows", Weights: "weights", "Weights": "weights", "fr.Weights": "weights"}
+        kinds = {
+            Rows: "rows",
+            "Rows": "rows",
+            "fr.Rows": "rows",
+            Weights: "weights",
+            "Weights": "weights",
+            "fr.Weights": "weights",
+        }
         parameters[param.name] = (kinds.get(param.annotation, ""), columns.get(param.name, ()))
     for name in columns:
         if name not in parameters:
-            raise TraceError(f"flow '{function.__name__}' has no input '{name}' for columns=; {nearest(name, parameters)}")
+            raise TraceError(
+                f"flow '{function.__name__}' has no input '{name}' for columns=; {nearest(name, parameters)}"
+            )
     return parameters, defaults

@@ -49,7 +49,7 @@ class Handle:
     def __float__(self) -> float:
         self._refuse("float()", "compute in an operator, or fr.log a column to see it")
 
-    __int__ = __index__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __float__
 
 
 class Weights(Handle):
@@ -186,7 +186,9 @@ class Tracer:
         self.captured: dict[str, Handle] = {}
         self.is_open = True
 
-    def parameter(self, name: str, kind: str = "", columns: tuple[Column, ...] = (), place: Place | None = None) -> Handle:
+    def parameter(
+        self, name: str, kind: str = "", columns: tuple[Column, ...] = (), place: Place | None = None
+    ) -> Handle:
         """An input of the flow; `kind` is "rows", "weights" or empty for not known yet."""
         params: dict[str, Any] = {"kind": kind}
         if columns:
@@ -213,11 +215,15 @@ class Tracer:
         return gives(self, name)
 
     def unique(self, hint: str) -> str:
+        """A name that no node of this flow has, nor of the flows around it: those may be captured later."""
         name, count = hint, 1
-        while name in self.nodes:
+        while self._is_taken(name):
             count += 1
             name = f"{hint}_{count}"
         return name
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self.nodes or (self.outer is not None and self.outer._is_taken(name))
 
     def use(self, handle: Any, port: str, kind: str) -> Handle:
         """The handle as an input of this graph: settles what a parameter is, captures handles of the outer flow."""
@@ -260,6 +266,11 @@ class Tracer:
                 f"at {here()}: {handle!r} belongs to another flow; handles cannot leave the flow that made them"
             )
         if handle.node not in self.captured:
+            if handle.node in self.nodes:
+                raise TraceError(
+                    f"at {here()}: '{self.name}' uses '{handle.node}' of the flow around it; it has an input of that name of "
+                    "its own: use its parameter instead"
+                )
             outer = handle if handle.tracer is self.outer else self.outer._capture(handle)
             kind = self.outer.nodes[outer.node].get("kind", "") if isinstance(handle, Parameter) else ""
             if not isinstance(handle, Parameter):
@@ -274,6 +285,7 @@ class Tracer:
             node.with_params(kind="unused") if node.kind == "input" and not node["kind"] else node
             for node in self.nodes.values()
         )
+        nodes = tuple(sorted(nodes, key=lambda node: node.kind != "input"))  # a captured input may come late
         return Graph(self.name, nodes, tuple(handle.node for handle in outputs), tuple(self.effects))
 
     def __enter__(self) -> Tracer:
@@ -302,7 +314,11 @@ def active(what: str) -> Tracer:
 
 
 def trace(
-    name: str, function: Callable[..., Any], parameters: tuple[tuple[str, str, tuple[Column, ...]], ...], place: Place, **config: Any
+    name: str,
+    function: Callable[..., Any],
+    parameters: tuple[tuple[str, str, tuple[Column, ...]], ...],
+    place: Place,
+    **config: Any,
 ) -> Graph:
     """Run `function` once with a handle for each parameter (name, kind, columns) and return the graph of its calls."""
     with Tracer(name) as tracer:
@@ -325,4 +341,3 @@ def returned_handles(tracer: Tracer, returned: Any, name: str) -> tuple[Handle, 
             )
         found.append(value if value.tracer is tracer else tracer._capture(value))
     return tuple(found)
-

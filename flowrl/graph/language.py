@@ -90,7 +90,9 @@ def logprobs(model: Any, rows: Any, *, out: str) -> Rows:
 def top_logprobs(model: Any, rows: Any, *, k: int, out: str = "teacher") -> Rows:
     """The `k` likeliest tokens at every response position: `<out>_ids` TOKEN.i32[k] and `<out>_logprobs` TOKEN.f32[k]."""
     _whole("top_logprobs", "k", k, least=1)
-    return active("top_logprobs").add("top_logprobs", (("model", model), ("rows", rows)), hint=f"{out}_top", k=k, out=out)
+    return active("top_logprobs").add(
+        "top_logprobs", (("model", model), ("rows", rows)), hint=f"{out}_top", k=k, out=out
+    )
 
 
 def values(model: Any, rows: Any, *, out: str = "values") -> Rows:
@@ -107,7 +109,7 @@ def update(
     model: Any,
     rows: Any,
     *,
-    loss: Loss,
+    loss: Any,
     average: str = "token_mean",
     average_length: int | None = None,
     mask: str = "loss_mask",
@@ -124,12 +126,15 @@ def update(
         mask: the TOKEN.bool column of tokens that train.
     """
     if not isinstance(loss, Loss):
-        what = f"the loss function '{loss.__name__}' without its parentheses" if callable(loss) else type(loss).__name__
+        name = getattr(loss, "__name__", type(loss).__name__)
+        what = f"the loss function '{name}' without its parentheses" if callable(loss) else type(loss).__name__
         raise TraceError(f"at {here()}: fr.update needs loss= a loss such as losses.ppo_clip(0.2); found {what}")
     if not tuple(loss.terms()):
         raise TraceError(f"at {here()}: every term of this loss is multiplied by 0, so there is nothing to train on")
     if average not in AVERAGES:
-        raise ConfigError(f"at {here()}: average is one of {', '.join(AVERAGES)}; found {average!r}; {nearest(average, AVERAGES)}")
+        raise ConfigError(
+            f"at {here()}: average is one of {', '.join(AVERAGES)}; found {average!r}; {nearest(average, AVERAGES)}"
+        )
     if (average == "constant") != (average_length is not None):
         raise ConfigError(f"at {here()}: average_length belongs to average='constant', which needs it")
     params: dict[str, Any] = {"loss": loss, "average": average}
@@ -144,7 +149,9 @@ def update(
 def assign(target: Any, source: Any, *, every: int = 1) -> Weights:
     """`target` takes the weights of `source` at every `every`-th step; the next version of `target`."""
     _whole("assign", "every", every, least=1)
-    return active("assign").add("assign", (("model", target), ("source", source)), hint="assign", gives=Weights, every=every)
+    return active("assign").add(
+        "assign", (("model", target), ("source", source)), hint="assign", gives=Weights, every=every
+    )
 
 
 def ema(target: Any, source: Any, decay: float, *, every: int = 1) -> Weights:
@@ -179,12 +186,14 @@ def combine(*parts: tuple[float, Rows]) -> Rows:
 def select(rows: Any, /, *columns: str, **renamed: str) -> Rows:
     """Keep the named columns, and `new="old"` under new names; keys (prompt_id, sample_id, source_id) always stay."""
     if not columns and not renamed:
-        raise ConfigError(f"at {here()}: select needs the columns to keep, e.g. rows.select('reward', baseline='reward')")
+        raise ConfigError(
+            f"at {here()}: select needs the columns to keep, e.g. rows.select('reward', baseline='reward')"
+        )
     for name in (*columns, *renamed.values()):
         if not isinstance(name, str):
             raise ConfigError(f"at {here()}: select takes column names; found {name!r}")
-    params = {"columns": tuple(columns), "renamed": tuple(sorted(renamed.items()))}
-    return active("select").add("select", (("rows", rows),), hint="select", **params)
+    new = tuple(sorted(renamed.items()))
+    return active("select").add("select", (("rows", rows),), hint="select", columns=tuple(columns), renamed=new)
 
 
 def with_columns(rows: Any, /, **columns: Any) -> Rows:
@@ -192,7 +201,9 @@ def with_columns(rows: Any, /, **columns: Any) -> Rows:
     if not columns:
         raise ConfigError(f"at {here()}: with_columns needs name=expression")
     expressions = tuple((name, wrap(value)) for name, value in sorted(columns.items()))
-    return active("with_columns").add("with_columns", (("rows", rows),), hint="_".join(sorted(columns)), columns=expressions)
+    return active("with_columns").add(
+        "with_columns", (("rows", rows),), hint="_".join(sorted(columns)), columns=expressions
+    )
 
 
 def join(left: Any, right: Any, *, on: str, collect: bool = False) -> Rows:
@@ -222,7 +233,9 @@ def filter(rows: Any, keep: Any) -> Rows:
         keep = keep.bind()
     if isinstance(keep, OperatorCall):
         if not keep.is_filter:
-            raise TraceError(f"at {here()}: '{keep.short_name}' is no filter (@fr.operator(filter=True)); it adds columns")
+            raise TraceError(
+                f"at {here()}: '{keep.short_name}' is no filter (@fr.operator(filter=True)); it adds columns"
+            )
         return apply(rows, keep)
     return active("filter").add("filter", (("rows", rows),), hint="filter", keep=wrap(keep))
 
@@ -260,11 +273,17 @@ def prompts_from(rows: Any, function: Callable[..., Any]) -> Rows:
     if not callable(function):
         raise TraceError(f"at {here()}: prompts_from needs a function of columns; found {type(function).__name__}")
     reads = tuple(
-        p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     )
     name = getattr(function, "__name__", "prompts")
     return active("prompts_from").add(
-        "prompts_from", (("rows", rows),), hint=name if name.isidentifier() else "prompts", function=FunctionRef.of(function), reads=reads
+        "prompts_from",
+        (("rows", rows),),
+        hint=name if name.isidentifier() else "prompts",
+        function=FunctionRef.of(function),
+        reads=reads,
     )
 
 
@@ -282,8 +301,10 @@ def buffer(rows: Any, *, capacity: int, draw: int, evict: str = "fifo", by: str 
         raise ConfigError(f"at {here()}: buffer draws {draw} rows of at most {capacity}; raise capacity or draw fewer")
     if evict not in ("fifo",):
         raise ConfigError(f"at {here()}: buffer evicts 'fifo'; found {evict!r}")
-    extra = {"by": by} if by else {}
-    return active("buffer").add("buffer", (("rows", rows),), hint="buffer", capacity=capacity, draw=draw, evict=evict, **extra)
+    extra: dict[str, Any] = {"by": by} if by else {}
+    return active("buffer").add(
+        "buffer", (("rows", rows),), hint="buffer", capacity=capacity, draw=draw, evict=evict, **extra
+    )
 
 
 def refill(attempt: Callable[[Rows], Any], prompts: Any, *, keep: Any, max_rounds: int, by: str = "prompt_id") -> Rows:
@@ -300,12 +321,18 @@ def refill(attempt: Callable[[Rows], Any], prompts: Any, *, keep: Any, max_round
     _whole("refill", "max_rounds", max_rounds, least=1)
     call = keep.bind() if isinstance(keep, Operator) else keep
     if not isinstance(call, OperatorCall) or not call.is_filter:
-        raise TraceError(f"at {here()}: refill needs keep= a filter operator such as filters.group_has_signal(); found {keep!r}")
+        raise TraceError(
+            f"at {here()}: refill needs keep= a filter operator such as filters.group_has_signal(); found {keep!r}"
+        )
     outer = active("refill")
     name = getattr(attempt, "__name__", "attempt")
     with Tracer(name, outer) as inner:
-        start = inner.parameter("prompts", "rows")
-        body = inner.finish(returned_handles(inner, attempt(start), name)[:1])
+        returned = returned_handles(inner, attempt(Rows(inner, inner.parameter("prompts", "rows").node)), name)
+        if len(returned) != 1 or not isinstance(returned[0], Rows):
+            raise TraceError(
+                f"at {here()}: what refill repeats returns rows and nothing else; '{name}' returns {list(returned)}"
+            )
+        body = inner.finish(returned)
     inputs = (("rows", prompts), *((_port(handle), handle) for handle in inner.captured.values()))
     return outer.add("refill", inputs, hint="refill", body=body, keep=call, max_rounds=max_rounds, by=by)
 
@@ -354,7 +381,9 @@ def after(step: int, then: Any, *, otherwise: Any) -> Weights:
     What only the unchosen side needs is not computed.
     """
     _whole("after", "step", step, least=0)
-    return active("after").add("after", (("then", then), ("otherwise", otherwise)), hint="after", gives=Weights, step=step)
+    return active("after").add(
+        "after", (("then", then), ("otherwise", otherwise)), hint="after", gives=Weights, step=step
+    )
 
 
 def log(rows: Any, *columns: str, how: str = "mean") -> Rows:
@@ -371,8 +400,12 @@ def log(rows: Any, *columns: str, how: str = "mean") -> Rows:
 
 def _whole(call: str, name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        found = repr(value) if not isinstance(value, ColumnExpr | Handle) else f"{value!r}, which exists only when it runs"
-        raise ConfigError(f"at {here()}: fr.{call} needs a whole number of at least {least} for '{name}'; found {found}")
+        found = (
+            repr(value) if not isinstance(value, ColumnExpr | Handle) else f"{value!r}, which exists only when it runs"
+        )
+        raise ConfigError(
+            f"at {here()}: fr.{call} needs a whole number of at least {least} for '{name}'; found {found}"
+        )
 
 
 def _number(call: str, name: str, value: Any, *, least: float, most: float | None = None) -> None:

@@ -27,6 +27,8 @@ from flowrl.graph.operators import Locality, Read, read_signature, resolve_read
 from flowrl.graph.values import freeze_config
 from flowrl.schema.standard import LIVE
 
+ROW = Locality("row")
+
 SEGMENTS = "segments"
 """Name of the parameter through which a loss gets the row boundaries of its packed tokens."""
 
@@ -93,7 +95,7 @@ class Term(Loss):
     hash: str
     config: tuple[tuple[str, Any], ...]
     reads: tuple[Read, ...]
-    locality: Locality = Locality("row")
+    locality: Locality = ROW
     per: str = "token"
     """"token" or "sample": the shape of what it returns."""
     on_policy: bool = True
@@ -262,9 +264,7 @@ class LossFunction:
             return self.function(*args, **config)
         full = freeze_config(self.__name__, self.defaults, args, config)
         reads = tuple(resolve_read(read, full, self.__name__) for read in self.reads if read.param != SEGMENTS)
-        return Term(
-            self.name, self.hash, tuple(sorted(full.items())), reads, function=self.function, **self.properties
-        )
+        return Term(self.name, self.hash, tuple(sorted(full.items())), reads, function=self.function, **self.properties)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_loss_at, (self.name,))

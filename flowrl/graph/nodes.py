@@ -180,5 +180,3 @@ class Graph:
         from flowrl.graph.checks import find_problems
 
         return find_problems(self, **options)
-
-

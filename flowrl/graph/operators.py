@@ -286,7 +286,14 @@ def operator(
     else:
         declared_locality = Locality(locality)
     declared = _Declared(
-        writes if writes is not None else {}, declared_locality, filter, min_group, each_row, timeout_s, on_error, replaces
+        writes if writes is not None else {},
+        declared_locality,
+        filter,
+        min_group,
+        each_row,
+        timeout_s,
+        on_error,
+        replaces,
     )
     return lambda f: Operator(f, declared, names)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from flowrl.errors import ConfigError, TraceError
 from flowrl.graph.code import FunctionRef, path_of, resolve
 from flowrl.schema.columns import nearest
@@ -71,6 +73,8 @@ def freeze(value: Any) -> Any:
     from flowrl.graph.losses import Loss
     from flowrl.graph.operators import Operator, OperatorCall
 
+    if isinstance(value, np.generic):  # before the numbers: a NumPy float is a float that prints otherwise
+        return freeze(value.item())
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Expression | Loss | OperatorCall | FunctionRef | Component):
@@ -146,7 +150,9 @@ def thaw(value: Any) -> Any:
     return value
 
 
-def freeze_config(name: str, defaults: Mapping[str, Any], args: tuple[Any, ...], config: Mapping[str, Any]) -> dict[str, Any]:
+def freeze_config(
+    name: str, defaults: Mapping[str, Any], args: tuple[Any, ...], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Fill a configuration: positional values go to the names in order; unknown and missing names are refused."""
     from flowrl.graph.operators import REQUIRED
 
