@@ -24,7 +24,7 @@ _HOME = {
     "flowrl.graph.flows": ("Flow", "flow"),
     "flowrl.graph.nodes": ("Graph", "Node"),
     "flowrl.graph.handles": ("Rows", "Weights"),
-    "flowrl.graph.values": ("Component", "component"),
+    "flowrl.graph.values": ("Component", "Environment", "component"),
     "flowrl.graph.expressions": ("col", "where"),
     "flowrl.graph.language": (
         "after", "apply", "assign", "broadcast", "buffer", "concat", "ema", "every", "filter", "join", "log", "logprobs",
@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     )
     from flowrl.graph.values import (
         Component as Component,
+        Environment as Environment,
         component as component,
     )
     from flowrl.model import (

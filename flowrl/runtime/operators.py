@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import OperatorError, SchemaError, WaitTimeout
+from flowrl.errors import MissingExtra, OperatorError, SchemaError, WaitTimeout
 from flowrl.graph.code import Place, place_of
 from flowrl.graph.operators import Keep, OperatorCall, Read, State
 from flowrl.graph.values import thaw
@@ -173,7 +173,8 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
         try:
             values = _row_answer(work, mine, which)
         except (OperatorError, WaitTimeout) as error:
-            if operator.on_error == "raise":
+            # a missing package is no fault of the row, and would flag every one
+            if operator.on_error == "raise" or isinstance(error.__cause__, MissingExtra):
                 raise
             errors[index] = str(error.__cause__ or error)
             values = {column.name: float("nan") for column in operator.writes}

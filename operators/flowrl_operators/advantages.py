@@ -1,7 +1,7 @@
 """Advantages: how much better a response, a step or a token was than expected.
 
-Operators see NumPy: [N] for values per response, `fr.Ragged` for values per token. Computation is in float64; what is
-written is float32.
+Operators see NumPy: [N] for values per response, `fr.Ragged` for values per token. They compute in float64; the columns
+store float32.
 
 [Note: Rows that say nothing]
 A row counts in a mean or a deviation only if its reward is finite and it has a token that trains (where `loss_mask` is
@@ -106,10 +106,6 @@ def _unpacked(table: np.ndarray, where: tuple[np.ndarray, np.ndarray], mask: fr.
     return fr.Ragged.like(values, mask)
 
 
-def _f32(values: fr.Ragged | np.ndarray) -> fr.Ragged | np.ndarray:
-    return values.astype(np.float32)
-
-
 # --- per response -------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +152,7 @@ def group_norm(
         spread = deviation(values[known], unbiased=unbiased) if scale == "group" else common
         divisor = 1.0 if scale == "none" else spread + eps
         advantage[known] = (values[known] - values[known].mean()) / divisor
-    return _f32(advantage)
+    return advantage
 
 
 @fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=lambda *, by: fr.group(by), min_group=2)
@@ -179,7 +175,7 @@ def rloo(
         known = rows[is_counted[rows]]
         if has_spread(values[known]):
             advantage[known] = (values[known] - values[known].mean()) * len(known) / (len(known) - 1)
-    return _f32(advantage)
+    return advantage
 
 
 @fr.operator(writes={"advantage": fr.SAMPLE.f32})
@@ -189,7 +185,7 @@ def remax(reward: fr.SAMPLE.f32, baseline: fr.SAMPLE.f32):
     From Li et al. (arXiv 2310.10505). A row with NaN on either side gets 0.
     """
     difference = np.asarray(reward, np.float64) - np.asarray(baseline, np.float64)
-    return _f32(np.where(np.isfinite(difference), difference, 0.0))
+    return np.where(np.isfinite(difference), difference, 0.0)
 
 
 @fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality="batch")
@@ -216,7 +212,7 @@ def batch_norm(
             advantage[known] = (values[known] - values[known].mean()) / (
                 deviation(values[known], unbiased=unbiased) + eps
             )
-    return _f32(advantage)
+    return advantage
 
 
 # --- per token ----------------------------------------------------------------------------------------------------------
@@ -279,7 +275,7 @@ def gae(
     returns = fr.Ragged.like(np.where(mask.values, advantages.values + values.values, 0.0), mask)
     if whiten:
         advantages = whitened(advantages, known, unbiased=unbiased, eps=eps)
-    return {"advantages": _f32(advantages), "returns": _f32(returns)}
+    return {"advantages": advantages, "returns": returns}
 
 
 @fr.operator(writes={"advantages": fr.TOKEN.f32, "returns": fr.TOKEN.f32}, locality="batch")
@@ -302,8 +298,8 @@ def reinforce_pp(
     rewards, known = _without_unknown(_token_rewards(reward, token_rewards, mask), mask)
     returns = discounted(rewards, known, gamma)
     return {
-        "advantages": _f32(whitened(returns, known, unbiased=unbiased, eps=eps)),
-        "returns": _f32(returns),
+        "advantages": whitened(returns, known, unbiased=unbiased, eps=eps),
+        "returns": returns,
     }
 
 
@@ -338,5 +334,5 @@ def from_step_values(
         begun = np.searchsorted(starts, np.arange(len(mask)), side="right")
         per_token = np.concatenate(([0.0], gains))[begun]
         is_known = bool(np.isfinite(gains).all())
-        result.append(np.where(mask.astype(bool) & is_known, per_token, 0.0).astype(np.float32))
-    return fr.Ragged.of(result, dtype=np.float32)
+        result.append(np.where(mask.astype(bool) & is_known, per_token, 0.0))
+    return fr.Ragged.of(result, dtype=np.float64)

@@ -10,6 +10,7 @@ Notation: d = logprobs - old_logprobs, r = exp(d), A the advantage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
@@ -319,21 +320,29 @@ def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
     return loss if not label_smoothing else (1 - label_smoothing) * loss - label_smoothing * logsigmoid(-margin)
 
 
-def _pairs(pair_id: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices of the chosen and of the rejected responses, pair by pair. `pair_id` holds a number per pair."""
+def _pairs(pair_id: Sequence[str], chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Row indices of the chosen and of the rejected responses, pair by pair."""
     import torch
 
-    preferred = chosen.bool()
-    winners, losers = preferred.nonzero()[:, 0], (~preferred).nonzero()[:, 0]
-    winners, losers = winners[pair_id[winners].argsort()], losers[pair_id[losers].argsort()]
-    left, right = pair_id[winners], pair_id[losers]
-    is_paired = torch.equal(left, right) and bool((left[1:] != left[:-1]).all())
-    if not is_paired:
+    winners: dict[str, int] = {}
+    losers: dict[str, int] = {}
+    for row, (pair, is_chosen) in enumerate(zip(pair_id, chosen.tolist(), strict=True)):
+        side = winners if is_chosen else losers
+        if pair in side:
+            raise DataError(
+                f"a preference loss needs one chosen and one rejected row per pair_id; pair {pair!r} has two "
+                f"{'chosen' if is_chosen else 'rejected'} ones"
+            )
+        side[pair] = row
+    torn = sorted(winners.keys() ^ losers.keys(), key=str)
+    if torn:
         raise DataError(
-            f"a preference loss needs one chosen and one rejected row per pair_id; found {len(winners)} chosen and "
-            f"{len(losers)} rejected rows of {len(pair_id.unique())} pairs"
+            f"a preference loss needs one chosen and one rejected row per pair_id; {len(torn)} of "
+            f"{len(winners.keys() | losers.keys())} pairs have one row, the first is {torn[0]!r}"
         )
-    return winners, losers
+    rows = [[winners[pair], losers[pair]] for pair in winners]
+    both = torch.tensor(rows, dtype=torch.int64, device=chosen.device).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 def _on_both_rows(loss: Tensor, margin: Tensor, winners: Tensor, losers: Tensor) -> Output:

@@ -6,12 +6,13 @@ NaN and says why in `row_error`. `overlong` and `kl_shaped` work on columns.
 
 from __future__ import annotations
 
+import logging
 import re
 
 import numpy as np
 
 import flowrl as fr
-from flowrl.errors import ConfigError, MissingExtra
+from flowrl.errors import ConfigError, DataError, MissingExtra
 from flowrl_operators.advantages import at_last_token
 
 KL_KINDS = ("k1", "k2", "k3", "abs")
@@ -26,7 +27,8 @@ def math(response: str, answer: str) -> float:
     The last `\\boxed{...}`, formula or number of the response is compared with `answer` (LaTeX with or without dollar
     signs, or a plain number). Needs the extra `math`.
 
-    Errors: MissingExtra without math-verify; there is no second, weaker rule to fall back on.
+    Errors: MissingExtra without math-verify; there is no second, weaker rule to fall back on. DataError when `answer` holds
+    no mathematics.
     """
     try:
         from math_verify import parse, verify
@@ -35,13 +37,23 @@ def math(response: str, answer: str) -> float:
             "rewards.math needs math-verify, which is not installed: pip install 'flowrl-operators[math]'; "
             "rewards.exact compares text without it"
         ) from error
+    for part in ("parser", "grader"):
+        logging.getLogger(f"math_verify.{part}").addFilter(_is_not_about_timeouts)
     # its own timeouts are signal alarms, which work in the main thread only; the operator's timeout covers both calls
     gold = parse(_as_latex(str(answer)), parsing_timeout=None)
+    if not gold:
+        raise DataError(
+            f"math-verify finds no mathematics in the reference answer {answer!r}; use rewards.exact for text"
+        )
     return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
+def _is_not_about_timeouts(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Timeout is disabled")
+
+
 def _as_latex(answer: str) -> str:
-    is_marked = "$" in answer or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    is_marked = re.search(r"(?<!\\)\$|\\boxed|\\\(|\\\[", answer)  # an escaped dollar is a currency
     return answer if is_marked else f"${answer}$"
 
 
@@ -119,7 +131,7 @@ def overlong(
     length = response_ids.lengths.astype(np.float64)
     ramp = (soft - length) / max(end - soft, 1)
     punishment = np.where(length <= soft, 0.0, np.where(length <= end, ramp, -1.0))
-    return (np.asarray(reward, np.float64) + weight * punishment).astype(np.float32)
+    return np.asarray(reward, np.float64) + weight * punishment
 
 
 @fr.operator(writes={"token_rewards": fr.TOKEN.f32})
@@ -147,7 +159,7 @@ def kl_shaped(
     inside = loss_mask.values.astype(bool)
     penalty = np.where(inside, kl_estimate(np.where(inside, difference, 0.0), kind), 0.0)
     paid = at_last_token(np.asarray(reward, np.float64), loss_mask).values - coefficient * penalty
-    return fr.Ragged.like(paid.astype(np.float32), loss_mask)
+    return fr.Ragged.like(paid, loss_mask)
 
 
 def kl_estimate(difference: np.ndarray, kind: str) -> np.ndarray:

@@ -1,0 +1,325 @@
+"""Loss terms against the numbers and gradients of other systems.
+
+The averages over tokens and rows that a vector's number needs are written out here, as each system takes them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.engines.segments import Segments
+from flowrl_operators import losses, rewards
+from tests.golden.vectors import Case, cases, read, to_array
+
+Average = Callable[[Tensor, Segments, int], Tensor]
+
+# L [T] packed, its rows, number of all rows
+TOKEN_MEAN: Average = lambda L, rows, n: L.sum() / len(L)  # noqa: E731
+TOKEN_SUM: Average = lambda L, rows, n: L.sum()  # noqa: E731
+ROW_MEANS: Average = lambda L, rows, n: rows.mean(L).sum() / (rows.lengths > 0).sum()  # noqa: E731
+ALL_ROW_MEANS: Average = lambda L, rows, n: rows.mean(L).sum() / n  # noqa: E731
+SUM_OF_ROW_MEANS: Average = lambda L, rows, n: rows.mean(L).sum()  # noqa: E731
+ROW_SUMS: Average = lambda L, rows, n: L.sum() / (rows.lengths > 0).sum()  # noqa: E731
+
+
+class Packed:
+    """A case's matrices as a loss gets them: only the tokens of the mask, row after row."""
+
+    def __init__(self, case: Case, mask: str = "mask") -> None:
+        self.case = case
+        self.mask = torch.tensor(case.array(mask)) > 0
+        self.num_rows = len(self.mask)
+        self.segments = Segments.of(self.mask.nonzero()[:, 0], self.num_rows)
+
+    def whole(self, name: str) -> Tensor:
+        """The matrix as a leaf to differentiate by."""
+        return torch.tensor(self.case.array(name), requires_grad=True)
+
+    def tokens(self, matrix: Tensor | str) -> Tensor:
+        if isinstance(matrix, str):
+            matrix = torch.tensor(self.case.array(matrix))
+        return matrix[self.mask]
+
+
+def value(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def check_gradient(case: Case, loss: Tensor, leaf: Tensor, wanted: str) -> None:
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    case.close(gradient.numpy(), case.wanted(wanted))
+
+
+POLICY: dict[str, tuple[dict[str, Any], Average]] = {
+    "policy_loss__verl.ppo_dualclip_token-mean": ({"dual": 3.0}, TOKEN_MEAN),
+    "policy_loss__verl.ppo_dualclip_token_adv": ({"dual": 3.0}, TOKEN_MEAN),
+    "policy_loss__verl.ppo_dualclip_token-sum": ({"dual": 3.0}, TOKEN_SUM),
+    "policy_loss__verl.ppo_dualclip_seq-mean-token-mean": ({"dual": 3.0}, ROW_MEANS),
+    "policy_loss__verl.ppo_dualclip_seq-mean-token-sum": ({"dual": 3.0}, ROW_SUMS),
+    "policy_loss__verl.clip_higher_dapo": ({"high": 0.28, "dual": 10.0}, TOKEN_MEAN),
+    "policy_loss__openrlhf.ppo_token": ({}, TOKEN_MEAN),
+    "policy_loss__openrlhf.ppo_sample": ({}, ROW_MEANS),
+    "policy_loss__openrlhf.ppo_dual_clip": ({"dual": 3.0}, TOKEN_MEAN),
+    "policy_loss__trl.dapo": ({"log_ratio_clip": None}, TOKEN_MEAN),
+    "policy_loss__trl.clip_higher_dapo": ({"high": 0.28, "log_ratio_clip": None}, TOKEN_MEAN),
+    "policy_loss__trl.grpo": ({"log_ratio_clip": None}, ALL_ROW_MEANS),
+    "policy_loss__nemo.ppo_token": ({"log_ratio_clip": None}, TOKEN_MEAN),
+    "policy_loss__areal.ppo": ({"log_ratio_clip": None}, TOKEN_MEAN),
+    "policy_loss__slime.ppo_token": ({"log_ratio_clip": None}, TOKEN_SUM),
+    "policy_loss__slime.ppo_sample": ({"log_ratio_clip": None}, SUM_OF_ROW_MEANS),
+    "policy_loss__roll.dual_clip": ({"dual": 1.4, "log_ratio_clip": None}, ROW_MEANS),
+}
+
+
+def tolerance(file: str, case: Case) -> Case:
+    # these add 1e-8 to the count they divide by, which shows in the ninth digit where the count is small
+    padded = ("seq-mean-token-mean", "openrlhf.ppo_sample", "openrlhf.sample", "roll.dual_clip", "nemo.mse")
+    return replace(case, rtol=2e-8, atol=2e-9) if file.endswith(padded) else case
+
+
+@cases(*POLICY)
+def test_ppo_clip(file: str, case: Case) -> None:
+    config, average = POLICY[file]
+    packed, case = Packed(case), tolerance(file, case)
+    leaf = packed.whole("log_probs")
+    output, metrics = losses.ppo_clip.function(
+        packed.tokens(leaf), packed.tokens("old_log_probs"), packed.tokens("advantages"), **config
+    )
+    loss = average(output, packed.segments, packed.num_rows)
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_log_prob")
+    if "actor/pg_clipfrac" in case.outputs:
+        # clipped share of the tokens; the divisor there has 1e-8 added
+        replace(case, rtol=1e-7).close(metrics["clip_fraction"].mean().item(), case.wanted("actor/pg_clipfrac"))
+
+
+@cases("policy_loss__verl.gpg", "policy_loss__nemo.reinforce")
+def test_reinforce(file: str, case: Case) -> None:
+    packed = Packed(case)
+    leaf = packed.whole("log_probs")
+    loss = losses.reinforce.function(packed.tokens(leaf), packed.tokens("advantages")).mean()
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_log_prob")
+
+
+@cases("policy_loss__trl.grpo_kl_beta")
+def test_clip_plus_kl(file: str, case: Case) -> None:
+    packed = Packed(case)
+    leaf = packed.whole("log_probs")
+    live = packed.tokens(leaf)
+    clip, _ = losses.ppo_clip.function(
+        live, packed.tokens("old_log_probs"), packed.tokens("advantages"), log_ratio_clip=None
+    )
+    kl, _ = losses.kl.function(live, packed.tokens("ref_log_probs"), kind="k3", log_ratio_clip=None)
+    loss = ALL_ROW_MEANS(clip + case.params["beta"] * kl, packed.segments, packed.num_rows)
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_log_prob")
+
+
+# file: (level, key of the cap in the parameters, log_ratio_clip of ppo_clip)
+IMPORTANCE = {
+    "policy_loss__skyrl.ppo_tis_token_sum": ("token", "token_tis_ratio_clip_high", 20.0),
+    "policy_loss__skyrl.ppo_tis_sequence_sum": ("sequence", "sequence_tis_ratio_clip_high", 20.0),
+}
+
+
+@cases(*IMPORTANCE)
+def test_clip_times_truncated_importance(file: str, case: Case) -> None:
+    level, key, bound = IMPORTANCE[file]
+    packed = Packed(case)
+    leaf = packed.whole("log_probs")
+    old = packed.tokens("old_log_probs")
+    clip, _ = losses.ppo_clip.function(packed.tokens(leaf), old, packed.tokens("advantages"), log_ratio_clip=bound)
+    weight, _ = losses.truncated_importance.function(
+        old, packed.tokens("rollout_log_probs"), packed.segments, cap=case.params[key], level=level
+    )
+    loss = (clip * weight).sum()
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_log_prob")
+
+
+@cases("rollout_correction__verl.is_token_2.0", "rollout_correction__verl.is_sequence_2.0")
+def test_importance_weights(file: str, case: Case) -> None:
+    packed = Packed(case, "response_mask")
+    found, metrics = losses.truncated_importance.function(
+        packed.tokens("train_log_prob"),
+        packed.tokens("rollout_log_prob"),
+        packed.segments,
+        cap=float(case.params["rollout_is_threshold"]),
+        level=case.params["rollout_is"],
+    )
+    case.close(found.numpy(), case.wanted("weights")[packed.mask.numpy()])
+    assert (metrics["importance_capped"] == (metrics["importance"] > 2.0)).all()
+
+
+@cases("rollout_correction__trl.vllm_is_token_truncate_None_3.0")
+def test_importance_weights_as_trl(file: str, case: Case) -> None:
+    if "nan" in case.name:
+        return  # a rollout log-probability that is NaN is the engine's fault, and refused before it reaches a loss
+    packed = Packed(case)
+    found, _ = losses.truncated_importance.function(
+        packed.tokens("train_log_prob"), packed.tokens("rollout_log_prob"), packed.segments, cap=3.0
+    )
+    case.close(found.numpy(), case.wanted("importance_sampling_ratio")[packed.mask.numpy()])
+
+
+KL: dict[str, dict[str, Any]] = {
+    "kl__verl.k1": {"kind": "k1"},
+    "kl__verl.k2": {"kind": "k2"},
+    "kl__verl.abs": {"kind": "abs"},
+    "kl__verl.k3": {"kind": "k3", "value_clip": 10.0},
+    "kl__verl.k1+": {"kind": "k1", "gradient": "k2"},
+    "kl__verl.k3+": {"kind": "k3", "value_clip": 10.0, "gradient": "k2"},
+    "kl__verl.kl": {"kind": "k1"},
+    "kl__verl.mse": {"kind": "k2"},
+    "kl__verl.low_var_kl": {"kind": "k3", "value_clip": 10.0},
+    "kl__slime.k1": {"kind": "k1"},
+    "kl__slime.k2": {"kind": "k2"},
+    "kl__slime.k3": {"kind": "k3", "log_ratio_clip": None},
+    "kl__slime.low_var_kl": {"kind": "k3", "log_ratio_clip": None, "value_clip": 10.0},
+    "kl__roll.k3": {"kind": "k3", "log_ratio_clip": None, "value_clip": 10.0},
+}
+
+
+@cases(*KL)
+def test_kl(file: str, case: Case) -> None:
+    leaf = torch.tensor(case.array("logprob"), requires_grad=True)
+    found, metrics = losses.kl.function(leaf, torch.tensor(case.array("ref_logprob")), **KL[file])
+    case.close(found.detach().numpy(), case.wanted("kl"))
+    case.close(metrics["kl"].numpy(), case.wanted("kl"))
+    check_gradient(case, found.sum(), leaf, "grad_sum_wrt_logprob")
+
+
+@pytest.mark.parametrize("kind", losses.KL_KINDS)
+def test_kl_in_a_reward_is_the_kl_of_the_loss(kind: str) -> None:
+    difference = np.linspace(-3, 3, 13)
+    loss, _ = losses.kl.function(torch.tensor(difference), torch.zeros(13), kind=kind)
+    np.testing.assert_allclose(rewards.kl_estimate(difference, kind), loss.numpy(), rtol=1e-12)
+
+
+VALUE: dict[str, Average] = {
+    "value_loss__verl.clipped_token-mean": TOKEN_MEAN,
+    "value_loss__verl.clipped_seq-mean-token-mean": ROW_MEANS,
+    "value_loss__openrlhf.token": TOKEN_MEAN,
+    "value_loss__openrlhf.sample": ROW_MEANS,
+    "value_loss__areal.mse": TOKEN_MEAN,
+    "value_loss__nemo.mse": TOKEN_MEAN,
+}
+
+
+@cases(*VALUE)
+def test_value_clip(file: str, case: Case) -> None:
+    packed, case = Packed(case), tolerance(file, case)
+    leaf = packed.whole("vpreds")
+    output, _ = losses.value_clip.function(
+        packed.tokens(leaf),
+        packed.tokens("old_values"),
+        packed.tokens("returns"),
+        clip=case.params["cliprange_value"],
+    )
+    loss = VALUE[file](output, packed.segments, packed.num_rows)
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_vpreds")
+
+
+def pair_columns(count: int, *, interleaved: bool) -> tuple[Tensor, list[str]]:
+    """`chosen` and `pair_id`, for rows in blocks or pair by pair."""
+    if interleaved:
+        return torch.arange(count) % 2 == 0, [f"pair {row // 2}" for row in range(count)]
+    return torch.arange(count) < count // 2, [f"pair {row % (count // 2)}" for row in range(count)]
+
+
+@cases("preference_loss__trl.dpo_sigmoid", "preference_loss__nemo.dpo")
+def test_dpo(file: str, case: Case) -> None:
+    if set(case.params) - {"beta", "label_smoothing", "loss_type", "reference_policy_kl_penalty"}:
+        return  # NeMo's sums with other losses
+    packed = Packed(case, "completion_mask")
+    leaf = packed.whole("per_token_logps")
+    chosen, pair_id = pair_columns(packed.num_rows, interleaved="nemo" in file)
+    # TRL ignores label smoothing in this loss, so its numbers are those without
+    output, metrics = losses.dpo.function(
+        packed.tokens(leaf),
+        packed.tokens("ref_per_token_logps"),
+        chosen,
+        pair_id,
+        packed.segments,
+        beta=case.params.get("beta", case.params.get("reference_policy_kl_penalty")),
+    )
+    loss = output.mean()
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, leaf, "grad_per_token_logps")
+    if "margins" in case.outputs:
+        case.close(metrics["preference_margin"].mean().item(), case.wanted("margins"))
+
+
+@cases("preference_loss__openrlhf.dpo_cdpo")
+def test_dpo_with_label_smoothing(file: str, case: Case) -> None:
+    policy = torch.tensor(np.concatenate([case.array(f"policy_{w}_logps") for w in ("chosen", "rejected")]))
+    reference = torch.tensor(np.concatenate([case.array(f"reference_{w}_logps") for w in ("chosen", "rejected")]))
+    policy.requires_grad_()
+    chosen, pair_id = pair_columns(len(policy), interleaved=False)
+    segments = Segments.of(torch.arange(len(policy)), len(policy))
+    output, _ = losses.dpo.function(
+        policy,
+        reference,
+        chosen,
+        pair_id,
+        segments,
+        beta=case.params["beta"],
+        label_smoothing=case.params["label_smoothing"],
+    )
+    loss = output.mean()
+    case.close(loss.item(), case.wanted("loss"))
+    (gradient,) = torch.autograd.grad(loss, policy)
+    case.close(gradient.numpy(), np.concatenate([case.wanted("grad_chosen"), case.wanted("grad_rejected")]))
+
+
+@cases(
+    "reward_model_loss__trl.pairwise_bt",
+    "reward_model_loss__trl.pairwise_centered",
+    "reward_model_loss__nemo.preference",
+)
+def test_bradley_terry(file: str, case: Case) -> None:
+    scores = torch.tensor(case.array("rewards"), requires_grad=True)
+    chosen, pair_id = pair_columns(len(scores), interleaved="nemo" in file)
+    center = case.params.get("center_rewards_coefficient") or 0.0
+    output, metrics = losses.bradley_terry.function(scores, chosen, pair_id, center=center)
+    loss = output.mean()
+    case.close(loss.item(), case.wanted("loss"))
+    check_gradient(case, loss, scores, "grad_rewards")
+    case.close(metrics["preference_accuracy"].mean().item(), case.wanted("accuracy"))
+
+
+@cases("entropy_bonus__verl.token-mean")
+def test_entropy_bonus(file: str, case: Case) -> None:
+    packed = Packed(case)
+    leaf = packed.whole("logits")
+    distribution = leaf.log_softmax(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    output, _ = losses.entropy_bonus.function(packed.tokens(entropy))
+    case.close(-output.mean().item(), case.wanted("entropy_loss"))
+    check_gradient(case, -output.mean(), leaf, "grad_logits")
+
+
+def test_reverse_kl_on_the_teachers_tokens() -> None:
+    (case,) = read("distillation__nemo.topk_reverse")
+    packed = Packed(case)
+    leaf = packed.whole("student_logits")
+    teacher, ids = torch.tensor(case.array("teacher_logits")).log_softmax(-1).topk(case.params["topk"], -1)
+    output, _ = losses.reverse_kl.function(
+        packed.tokens(leaf), packed.tokens(ids), packed.tokens(teacher), outside="ignore"
+    )
+    case.close(output.mean().item(), case.wanted("loss"))
+    check_gradient(case, output.mean(), leaf, "grad_student_logits")
+
+
+def test_loss_of_interest_is_read() -> None:
+    """The vectors are there, and extreme ratios among them: otherwise a missing bound could not be noticed."""
+    names = {case.name.partition("_")[0] for case in read("policy_loss__verl.ppo_dualclip_token-mean")}
+    assert {"extreme", "holes", "ragged"} <= names
+    assert to_array([["nan"]]).size == 1
