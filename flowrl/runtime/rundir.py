@@ -322,8 +322,9 @@ class RunDir:
 
 
 def _file_name(name: str) -> str:
-    # node paths hold '/'; '%' keeps every name apart from every other, and '.' alone never names a folder
-    return quote(name, safe=" ").replace("..", "%2E%2E") or "%00"
+    # node paths hold '/'; quoting keeps every name apart from every other, and no name is that of a folder above
+    quoted = quote(name, safe=" ")
+    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
 
 
 def _process() -> dict[str, Any]:
