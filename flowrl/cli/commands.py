@@ -1,0 +1,192 @@
+"""What each command does. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError, FlowError
+from flowrl.graph.nodes import Graph
+
+if TYPE_CHECKING:
+    from flowrl.recipe import Recipe
+
+OK, PROBLEMS = 0, 1
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print the graph, what is pruned and merged, and every problem."""
+    from flowrl.graph.passes import optimise
+
+    recipe = _recipe(args)
+    graph = recipe.graph
+    print(str(graph).rstrip())
+    problems = recipe.check()
+    _, notes = optimise(graph)
+    print("\npruned and merged:" if notes else "\nnothing to prune or merge")
+    for note in notes:
+        print(f"  {note}")
+    if not problems:
+        print("\nno problems")
+        return OK
+    print(f"\n{_counted(len(problems), 'problem')}:\n")
+    print("\n\n".join(map(str, problems)))
+    return PROBLEMS
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the graph in one of its forms."""
+    from flowrl.graph.passes import optimise
+
+    graph = _recipe(args).graph
+    if args.until is not None:
+        graph = graph.slice(until=args.until)
+    if args.optimised:
+        graph, _ = optimise(graph)
+    print((_drawn(graph) if args.format == "mermaid" else str(graph)).rstrip())
+    return OK
+
+
+def _drawn(graph: Graph) -> str:
+    from flowrl.viz.mermaid import to_mermaid
+
+    return to_mermaid(graph)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a flow or a recipe; say where its results lie, also when it was interrupted or failed."""
+    recipe = _recipe(args)
+    _refuse_missing(recipe)
+    name = recipe.options.name or recipe.graph.name
+    began = time.time()
+    try:
+        with recipe.run() as done:
+            steps, path = len(done.metrics), done.path
+    except KeyboardInterrupt:
+        _say_where(recipe.options.out, name, "interrupted", began)
+        raise
+    except FlowError as error:
+        if not isinstance(error, ConfigError):
+            _say_where(recipe.options.out, name, "failed", began)
+        raise
+    print(f"{name}: finished {_counted(steps, 'step')}; " + (f"results in {path}" if path else "nothing was written"))
+    return OK
+
+
+def _refuse_missing(recipe: Recipe) -> None:
+    """The error of a missing input, in the words of the command line."""
+    from flowrl.graph.passes import optimise
+
+    graph, _ = optimise(recipe.graph)
+    missing = []
+    for node in graph.inputs:
+        if node.name not in recipe.inputs and node["kind"] in ("weights", "rows"):
+            option = f"--model {node.name}=SOURCE" if node["kind"] == "weights" else f"--data {node.name}=FILE"
+            section = f"models.{node.name}" if node["kind"] == "weights" else f"data.{node.name}"
+            missing.append(f"{option} ([{section}] in a settings file)")
+    if missing:
+        raise ConfigError(f"flow '{graph.name}' needs {', '.join(missing)}")
+
+
+def _say_where(out: str | None, name: str, how: str, began: float) -> None:
+    """Print the folder that the run which `began` in this process has written, if it came that far."""
+    from flowrl.runtime.rundir import RunDir
+
+    for path in sorted(Path(out).glob(f"{name}-*/run.json")) if out is not None else ():
+        folder = RunDir.open(path.parent)
+        if folder.info.get("pid") == os.getpid() and float(folder.info.get("started_s", 0.0)) >= began:
+            print(
+                f"{name}: {how} after {_counted(len(folder.metrics()), 'step')}; results in {folder.path}", flush=True
+            )
+
+
+def ops(args: argparse.Namespace) -> int:
+    """List operators, or show one."""
+    from flowrl.cli.ops import list_packs, show_operator
+
+    return list_packs(args.pack) if args.ops_command == "list" else show_operator(args.operator)
+
+
+def runs(args: argparse.Namespace) -> int:
+    """Print the status of a run and the metrics of its last steps."""
+    from flowrl.runtime.rundir import RunDir
+
+    folder = RunDir.open(args.path)
+    info, metrics = folder.info, folder.metrics()
+    print(f"{folder.path}: {folder.status}, {_counted(len(metrics), 'step')}")
+    if info.get("error"):
+        print(f"error: {info['error']}")
+    if not metrics:
+        return OK
+    shown = _spread(metrics, 6)
+    names = sorted(
+        {name for row in shown for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+    )
+    rows = [[name, *(_number(row.get(name)) for row in shown)] for name in names]
+    print(table([["step", *(str(row["step"]) for row in shown)], *rows], right=True))
+    return OK
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "check": check,
+    "show": show,
+    "run": run,
+    "ops": ops,
+    "runs": runs,
+}
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe of a target, with the settings file and the command line laid over it."""
+    from flowrl.recipe import Settings, load, read_settings, settings_of_arguments
+
+    recipe = load(args.target)
+    names = recipe.names
+    file = getattr(args, "settings", None)
+    base = read_settings(file, names) if file is not None else Settings()
+    said = settings_of_arguments(
+        names,
+        run={name: getattr(args, name, None) for name in ("steps", "seed", "engine")},
+        config=args.config,
+        models=getattr(args, "model", ()),
+        data=getattr(args, "data", ()),
+        options=getattr(args, "set", ()),
+    )
+    return recipe.configured(said.over(base))
+
+
+def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
+    """Rows as aligned columns; with `right`, all columns but the first are set to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _spread(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """At most `count` rows: the first, the last, and some evenly between."""
+    if len(rows) <= count:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,119 @@
+"""`flowrl ops`: what the installed packs offer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.cli.commands import OK, PROBLEMS, table
+from flowrl.errors import ConfigError, PackError
+from flowrl.graph import packs
+from flowrl.graph.losses import LossFunction
+from flowrl.graph.operators import REQUIRED, Operator, OperatorCall
+
+
+def list_packs(only: str | None) -> int:
+    """Every pack with its operators and losses. A pack or module that cannot be imported is listed with the reason."""
+    known = packs.packs()
+    if only is not None:
+        known = (_asked(lambda: packs.pack_named(only)),)
+    if not known:
+        print("no packs are installed; the first one is the distribution flowrl-operators")
+        return OK
+    failed = False
+    for number, pack in enumerate(known):
+        print(f"{'' if number == 0 else chr(10)}{pack}")
+        found = packs.contents(pack)
+        _print_rows(
+            "operator", [[name, _reads(op), _writes(op), _locality(op)] for name, op in found.operators.items()]
+        )
+        _print_rows("loss", [[name, _reads(loss), "", _locality(loss)] for name, loss in found.losses.items()])
+        for module, reason in found.failures.items():
+            print(f"  cannot import {module}: {reason}")
+        failed = failed or bool(found.failures)
+    return PROBLEMS if failed else OK
+
+
+def show_operator(name: str) -> int:
+    """One operator or loss in full."""
+    packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
+    found = _asked(lambda: packs.find(name))
+    is_loss = isinstance(found, LossFunction)
+    rows = [["kind", "loss" if is_loss else "filter" if found.declared.is_filter else "operator"]]
+    rows += [["defined", f"{found.name} ({found.place})"], ["hash", found.hash], ["locality", _locality(found)]]
+    rows += [["reads" if i == 0 else "", re.sub(r"\$(\w+)", r"<\1>", str(read))] for i, read in enumerate(found.reads)]
+    if is_loss:
+        settled = {
+            key: value for key, value in found.properties.items() if key != "locality" and value not in (None, False)
+        }
+        rows += [["declares" if i == 0 else "", f"{key}={value}"] for i, (key, value) in enumerate(settled.items())]
+    else:
+        rows += [["writes" if i == 0 else "", text] for i, text in enumerate(_written(found))]
+        rows += [["state", "remembers between steps"]] if found.state_param else []
+    rows += [
+        ["config" if i == 0 else "", f"{key} (required)" if value is REQUIRED else f"{key} = {value!r}"]
+        for i, (key, value) in enumerate(found.defaults.items())
+    ]
+    print(f"{name}\n")
+    print(table(rows))
+    doc = inspect.getdoc(found.function)
+    if doc:
+        print(f"\n{doc}")
+    return OK
+
+
+def _asked(look_up: Callable[[], Any]) -> Any:
+    """A look-up of what was typed: a name that does not exist is wrong usage."""
+    try:
+        return look_up()
+    except PackError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _print_rows(what: str, rows: list[list[str]]) -> None:
+    if rows:
+        lines = table([[what, "reads", "writes", "locality"], *rows]).splitlines()
+        print("\n".join(f"  {line}" for line in lines))
+
+
+def _reads(found: Operator | LossFunction) -> str:
+    return ", ".join(f"{_column(found, read.column)}{'?' if read.is_optional else ''}" for read in found.reads) or "-"
+
+
+def _column(found: Operator | LossFunction, column: str) -> str:
+    """A column's name; where a configuration value holds it, the default one."""
+    default = found.defaults.get(column[1:]) if column.startswith("$") else column
+    return default if isinstance(default, str) else f"<{column[1:]}>"
+
+
+def _default(found: Operator) -> OperatorCall | None:
+    """The operator with its default configuration, where every value has a default."""
+    return None if any(value is REQUIRED for value in found.defaults.values()) else found.bind()
+
+
+def _writes(found: Operator) -> str:
+    if not callable(found.declared.writes):
+        return ", ".join(found.declared.writes) or "(keeps rows)"
+    call = _default(found)
+    return ", ".join(column.name for column in call.writes) if call is not None else "by configuration"
+
+
+def _written(found: Operator) -> list[str]:
+    """Columns with types; those that depend on the configuration as they are by default, when it has defaults."""
+    writes = found.declared.writes
+    if not callable(writes):
+        return [f"{column}: {kind}" for column, kind in writes.items()] or ["no columns; says which rows to keep"]
+    call = _default(found)
+    if call is None:
+        return ["depends on the configuration"]
+    return [f"{column.name}: {column.type} (by default)" for column in call.writes]
+
+
+def _locality(found: Operator | LossFunction) -> str:
+    declared = found.properties["locality"] if isinstance(found, LossFunction) else found.declared.locality
+    if not callable(declared) or isinstance(found, LossFunction):
+        return str(declared)
+    call = _default(found)
+    return f"{call.locality} by default" if call is not None else "by configuration"

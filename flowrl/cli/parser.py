@@ -1,0 +1,183 @@
+"""The command line's grammar: every command, its options and its help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
+
+EXIT_CODES = """\
+exit codes: 0 done, nothing wrong; 1 problems found, or the run failed; 2 wrong usage or settings; 130 interrupted"""
+
+TARGET_HELP = "FILE.py:FLOW or module.sub:FLOW; FLOW may be left out where exactly one is defined"
+
+ABOUT = """\
+Check, draw and run flows: algorithms for RL post-training written as graphs.
+
+A flow is named FILE.py:FLOW or module.sub:FLOW. Values are Python literals (0.1, (1, 8)), true, false, none, or plain text."""
+
+EXAMPLES = {
+    "": """\
+examples:
+  flowrl check examples/grpo.py                         all problems of a flow, before anything runs
+  flowrl show examples/grpo.py --format mermaid         draw it
+  flowrl run examples/grpo.py --engine null --data prompts=train.jsonl
+  flowrl ops list                                       operators of the installed packs
+  flowrl COMMAND --help                                 more on each""",
+    "check": """\
+examples:
+  flowrl check examples/grpo.py
+  flowrl check examples/grpo.py:grpo --config beta=0
+  flowrl check examples/grpo.py --settings run.toml     also checks the settings, models and data it names
+  flowrl check runs/grpo-1/graph.txt                    a graph in its text form""",
+    "show": """\
+examples:
+  flowrl show examples/grpo.py
+  flowrl show examples/grpo.py --config beta=0 --optimised
+  flowrl show examples/grpo.py --until group_norm --format mermaid > grpo.mmd""",
+    "run": """\
+examples:
+  flowrl run examples/grpo.py --engine null --data prompts=train.jsonl --steps 5
+  flowrl run examples/grpo.py --data prompts=train.jsonl --model policy=org/name --model ref=org/name \\
+      --config group_size=16 --set batch=64 --set max_tokens=512 --steps 200
+  flowrl run examples/grpo.py --settings run.toml --seed 1
+  flowrl run my_project/runs.py:small                   a function without arguments that returns a Recipe
+
+What is given here wins over the settings file, key by key. The null engine needs no models. A model is a Hugging Face
+name, a path, or FILE.py:FUNCTION that builds a module.
+
+settings (TOML; relative paths are relative to the file):
+  [run]                      steps, seed, engine
+  [config]                   configuration of the flow
+  [models.NAME]              source, precision, device, sampler, ... (fields of fr.Model)
+  [models.NAME.optimizer]    lr, weight_decay, schedule, ... (fields of fr.AdamW)
+  [data.NAME]                path, batch, shuffle, columns
+  [options]                  what --set takes""",
+    "ops": """\
+examples:
+  flowrl ops list
+  flowrl ops show core.group_norm""",
+    "ops list": """\
+examples:
+  flowrl ops list
+  flowrl ops list --pack core""",
+    "ops show": """\
+example:
+  flowrl ops show core.group_norm""",
+    "runs": """\
+example:
+  flowrl runs show runs/grpo-1""",
+    "runs show": """\
+example:
+  flowrl runs show runs/grpo-1""",
+}
+
+
+class UsageError(ConfigError):
+    """The command line itself does not parse."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, and names the nearest of what there is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{_nearest_choice(message)}\n{self.format_usage().strip()}\n(more: {self.prog} --help)")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Option strings of this command."""
+        return tuple(name for action in self._actions for name in action.option_strings)
+
+
+def _nearest_choice(message: str) -> str:
+    found = re.search(r"^argument ([^:]+): invalid choice: '(.*)' \(choose from (.*)\)$", message)
+    if found is None:
+        return message
+    what, given, choices = found.groups()
+    what = "command" if "command" in what.lower() else what
+    return f"unknown {what} '{given}'; {nearest(given, re.findall(r'[a-z][a-z-]*', choices))}"
+
+
+def build_parser(version: str, options_help: str) -> Parser:
+    """The whole grammar.
+
+    Args:
+        version: printed by `--version`.
+        options_help: names of the run options that `--set` takes.
+    """
+    parser = _parser(Parser(prog="flowrl", add_help=False), "", ABOUT)
+    parser.add_argument("--version", action="version", version=f"flowrl {version}", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+
+    check = _command(commands, "check", "list every problem of a flow before anything runs")
+    check.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or a graph's text, FILE.txt")
+    _configuration(check, with_settings=True)
+
+    show = _command(commands, "show", "print a flow's graph as text or as a Mermaid diagram")
+    show.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or a graph's text, FILE.txt")
+    show.add_argument("--format", choices=("text", "mermaid"), default="text", help="default: text")
+    show.add_argument("--optimised", action="store_true", help="after pruning and merging, as it would run")
+    show.add_argument(
+        "--until", metavar="NODE", help="only what computes this node (or the last writer of this column)"
+    )
+    _configuration(show, with_settings=False)
+
+    _run_command(commands, options_help)
+
+    ops = _command(commands, "ops", "operators of the installed packs")
+    ops_commands = ops.add_subparsers(dest="ops_command", metavar="COMMAND", required=True, parser_class=Parser)
+    listed = _command(ops_commands, "ops list", "operators of every pack, with what they read and write")
+    listed.add_argument("--pack", metavar="PACK", help="only this pack")
+    shown = _command(ops_commands, "ops show", "one operator in full: columns, locality, configuration, hash, place")
+    shown.add_argument("operator", metavar="PACK.OPERATOR")
+
+    runs = _command(commands, "runs", "look at runs that were written")
+    runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)
+    of_run = _command(runs_commands, "runs show", "status and last metrics of a run")
+    of_run.add_argument("path", metavar="FOLDER", help="folder of the run, such as runs/grpo-1")
+    return parser
+
+
+def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str) -> None:
+    run = _command(commands, "run", "run a flow, or a recipe, in this process")
+    run.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or FILE.py:RECIPE; or a graph's text, FILE.txt")
+    run.add_argument(
+        "--steps", type=int, metavar="N", help="iterations; default: the settings' or the recipe's, else 1"
+    )
+    run.add_argument("--seed", type=int, metavar="S", help="equal seeds give equal runs; default: 0")
+    run.add_argument("--engine", metavar="NAME", help="torch (default), or null: no models, a dry run in milliseconds")
+    _pairs(run, "--model", "NAME=SOURCE", "models: a Hugging Face name, a path, or FILE.py:FUNCTION")
+    _pairs(run, "--data", "NAME=FILE", "data sets: JSONL or Parquet files")
+    _pairs(run, "--set", "OPTION=VALUE", f"run options: {options_help}")
+    _configuration(run, with_settings=True)
+
+
+def _pairs(parser: Parser, option: str, metavar: str, help_text: str) -> None:
+    parser.add_argument(option, action="extend", default=[], nargs="+", metavar=metavar, help=help_text)
+
+
+def _configuration(parser: Parser, *, with_settings: bool) -> None:
+    _pairs(parser, "--config", "KEY=VALUE", "the flow's configuration")
+    if with_settings:
+        parser.add_argument("--settings", metavar="FILE.toml", help="settings; a key that nothing reads is an error")
+
+
+def _command(commands: argparse._SubParsersAction[Parser], path: str, help_text: str) -> Parser:
+    made = commands.add_parser(path.rpartition(" ")[2], help=help_text, add_help=False)
+    made.set_defaults(parser=made)
+    return _parser(made, path, f"{help_text[0].upper()}{help_text[1:]}.")
+
+
+def _parser(parser: Parser, path: str, description: str) -> Parser:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    parser.description = description
+    parser.epilog = f"{EXAMPLES[path]}\n\n{EXIT_CODES}"
+    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    parser.add_argument(
+        "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where in the code an error came from"
+    )
+    return parser
