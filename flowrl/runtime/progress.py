@@ -178,7 +178,11 @@ class LiveProgress(Progress):
     def _console(self) -> Console:
         from rich.console import Console
 
-        return Console(file=self._file)
+        class Quiet(Console):
+            def on_broken_pipe(self) -> None:
+                raise  # rich would end the process; here it only ends the view
+
+        return Quiet(file=self._file)
 
     def _start(self) -> None:
         self._started = time.perf_counter()
@@ -228,14 +232,15 @@ class LiveProgress(Progress):
         self._live.update(self._panel(), refresh=True)
 
     def _stop(self) -> None:
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.update(self._panel(), refresh=True)
-            live.stop()
-        if self._breakpoint is not None:
-            if sys.breakpointhook == self._at_breakpoint:
-                sys.breakpointhook = self._breakpoint
-            self._breakpoint = None
+        live, self._live = self._live, None
+        hook, self._breakpoint = self._breakpoint, None
+        if hook is not None and sys.breakpointhook == self._at_breakpoint:
+            sys.breakpointhook = hook
+        if live is not None:
+            try:
+                live.update(self._panel())
+            finally:
+                live.stop()  # draws once more, gives the cursor and the output streams back
 
     def _close(self) -> None:
         self._stop()
