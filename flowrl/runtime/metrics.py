@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flowrl.engines.protocol import Stat, UpdateReport
-from flowrl.graph.nodes import Node
+from flowrl.graph.infer import infer
+from flowrl.graph.nodes import Graph, Node
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import SAMPLE, ColumnType
 from flowrl.store.rows import RowBatch
@@ -137,7 +138,7 @@ class Tally:
         """Names and numbers.
 
         When several nodes wrote a column, the plain name (`reward/mean`) is of the node that `writers` names, else of the
-        last one; the others' are `<node>.reward/mean`.
+        last one (of the first, for what was sampled); the others' are `<node>.reward/mean`.
         """
         chosen = {column: node for node, column in self.columns}
         chosen.update({c: n for c, n in (writers or {}).items() if (n, c) in self.columns})
@@ -145,13 +146,15 @@ class Tally:
         for (node, column), moments in self.columns.items():
             name = column if chosen[column] == node else f"{node}.{column}"
             found.update(_of_column(name, moments, is_share=(node, column) in self.shares))
+        sampler = (writers or {}).get("response_ids", "")
+        sampler = sampler if sampler in self.lengths else next(iter(self.lengths), "")
         for node, lengths in self.lengths.items():
-            lead = "" if node == next(iter(self.lengths)) else f"{node}."
+            lead = "" if node == sampler else f"{node}."
             if lengths.count:
                 found[f"{lead}response_length/mean"] = lengths.mean
                 found[f"{lead}response_length/max"] = lengths.greatest
         for node, counts in self.reasons.items():
-            lead = "" if node == next(iter(self.reasons)) else f"{node}."
+            lead = "" if node == sampler else f"{node}."
             total = sum(counts.values())
             for reason in dict.fromkeys(("stop", "length", *sorted(counts))) if total else ():
                 found[f"{lead}finish_reason/{reason}"] = counts.get(reason, 0) / total
@@ -169,6 +172,17 @@ class Tally:
     @property
     def trained_tokens(self) -> int:
         return sum(report.tokens for report in self.reports.values())
+
+
+def trained_writers(graph: Graph) -> dict[str, str]:
+    """Column to the node that wrote what the updates of `graph` read of it: whose numbers get the plain name."""
+    found = infer(graph)
+    writers: dict[str, str] = {}
+    for node in graph:
+        if node.kind == "update":
+            for column, info in found.rows(node.source("rows")).columns.items():
+                writers.setdefault(column, info.writer)
+    return writers
 
 
 def _is_result(name: str, kind: ColumnType) -> bool:

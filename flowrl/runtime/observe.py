@@ -17,7 +17,7 @@ from flowrl.graph.operators import OperatorCall
 from flowrl.model import Model
 from flowrl.runtime.context import StepLog, Table, Value
 from flowrl.runtime.data import Data
-from flowrl.runtime.metrics import step_metrics
+from flowrl.runtime.metrics import step_metrics, trained_writers
 from flowrl.runtime.options import Options
 from flowrl.runtime.progress import open_progress
 from flowrl.runtime.rundir import RunDir
@@ -47,6 +47,7 @@ class Observation:
         self.options = options
         self.step = 0
         self.started = 0.0
+        self.writers = trained_writers(run.graph)
         self.folder: RunDir | None = None
         name = options.name or run.graph.name
         if options.out is not None:
@@ -100,6 +101,7 @@ class Observation:
             seconds=log.seconds,
             step_s=time.perf_counter() - self.started,
             extra=log.extra,
+            writers=self.writers,
         )
         self.run.metrics.append(numbers)
         samples = list(pick_samples(log, self.options.log_samples))

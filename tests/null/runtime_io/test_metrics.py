@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import flowrl as fr
 from flowrl.engines.protocol import Stat, UpdateReport
 from flowrl.graph.nodes import Node
-from flowrl.runtime.metrics import Moments, Tally, step_metrics
+from flowrl.runtime.metrics import Moments, Tally, step_metrics, trained_writers
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
 from flowrl.store.rows import RowBatch
 
@@ -129,3 +130,22 @@ def test_two_nodes_that_write_one_column_keep_their_numbers_apart() -> None:
 def test_the_same_node_in_several_rounds_is_one_table() -> None:
     parts = [(Node("math", "apply"), rows(reward=[v]), ["reward"]) for v in (0.0, 1.0, 1.0)]
     assert step_metrics(written=parts)["reward/mean"] == pytest.approx(2 / 3)
+
+
+def test_the_plain_name_is_of_what_trains() -> None:
+    @fr.operator(writes={"reward": fr.SAMPLE.f32})
+    def judge(response):
+        return np.ones(len(response))
+
+    @fr.flow
+    def remax(prompts, policy):
+        rows = judge(fr.rollout(policy, prompts))
+        greedy = judge(fr.rollout(policy, prompts, temperature=0.0))
+        return fr.update(policy, fr.join(rows, greedy.select(baseline="reward"), on="prompt_id"), loss=reinforce())
+
+    @fr.loss
+    def reinforce(logprobs, reward):
+        return -logprobs * reward
+
+    writers = trained_writers(remax.graph())
+    assert (writers["reward"], writers["response_ids"], writers["baseline"]) == ("judge", "rollout", "join")
