@@ -45,7 +45,10 @@ def show(args: argparse.Namespace) -> int:
 
     graph = _recipe(args).graph
     if args.until is not None:
-        graph = graph.slice(until=args.until)
+        try:
+            graph = graph.slice(until=args.until)
+        except FlowError as error:
+            raise ConfigError(str(error)) from error
     if args.optimised:
         graph, _ = optimise(graph)
     print((_drawn(graph) if args.format == "mermaid" else str(graph)).rstrip())

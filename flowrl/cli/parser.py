@@ -93,6 +93,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest_choice(message: str) -> str:
+    if message.endswith("required: TARGET"):
+        return f"{message}; write it before options that take several values"
     found = re.search(r"^argument ([^:]+): invalid choice: '(.*)' \(choose from (.*)\)$", message)
     if found is None:
         return message

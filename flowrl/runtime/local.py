@@ -1,12 +1,12 @@
 """Run a flow in this process: eager, one step after the other, every operator open to pdb, print and pytest.
 
-    run = fr.run_local(grpo(group_size=4), steps=100, prompts=data, policy=fr.Model("path"), ref=fr.Model("path"))
-    run.metrics[-1]["reward/mean"], run.path, run.model("policy")
+run = fr.run_local(grpo(group_size=4), steps=100, prompts=data, policy=fr.Model("path"), ref=fr.Model("path"))
+run.metrics[-1]["reward/mean"], run.path, run.model("policy")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,17 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: in
             raise ConfigError(f"flow '{graph.name}' has no input '{name}'; {nearest(name, (*nodes, *OPTION_NAMES))}")
     missing = [name for name, node in nodes.items() if name not in inputs and node["kind"] != "unused"]
     optimised, notes = optimise(graph)
+    _refuse_unknown_nodes(optimised, settings.record)
     still_missing = [name for name in missing if name in optimised]
     if still_missing:
-        what = ", ".join(f"{name}= ({'a model' if nodes[name]['kind'] == 'weights' else 'data'})" for name in still_missing)
+        what = ", ".join(
+            f"{name}= ({'a model' if nodes[name]['kind'] == 'weights' else 'data'})" for name in still_missing
+        )
         raise ConfigError(f"flow '{graph.name}' needs {what}")
     models = {n: _as_model(n, inputs[n]) for n, node in nodes.items() if n in inputs and node["kind"] == "weights"}
-    data = {n: _as_data(n, inputs[n], settings, seed) for n, node in nodes.items() if n in inputs and node["kind"] == "rows"}
+    data = {
+        n: _as_data(n, inputs[n], settings, seed) for n, node in nodes.items() if n in inputs and node["kind"] == "rows"
+    }
     if settings.checks:
         problems = find_problems(
             graph, schedule=settings.schedule, models=models, data={n: d.schema for n, d in data.items()}
@@ -193,6 +198,23 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: in
         {n: m for n, m in models.items() if n in kept},
         {n: d for n, d in data.items() if n in kept},
     )
+
+
+def _refuse_unknown_nodes(graph: Graph, record: tuple[str, ...]) -> None:
+    known = list(_paths(graph))
+    for name in record:
+        if name != "*" and name not in known:
+            raise ConfigError(
+                f"option 'record' names '{name}', which is no node of flow '{graph.name}' as it runs; {nearest(name, known)}"
+            )
+
+
+def _paths(graph: Graph, prefix: str = "") -> Iterator[str]:
+    """Names of all nodes; those of a sub-graph after the name of the node that holds it."""
+    for node in graph:
+        yield prefix + node.name
+        if node.body is not None:
+            yield from _paths(node.body, f"{prefix}{node.name}/")
 
 
 def _input_names(flow: Flow | Graph) -> frozenset[str]:
@@ -236,7 +258,9 @@ def uses_of(graph: Graph) -> dict[str, frozenset[str]]:
                 if name in found and node.body is None:
                     found[name].add(use)
             if node.body is not None:
-                captured = {s: outer.get(root_model(part, s), root_model(part, s)) for p, s in node.inputs if p != "rows"}
+                captured = {
+                    s: outer.get(root_model(part, s), root_model(part, s)) for p, s in node.inputs if p != "rows"
+                }
                 visit(node.body, captured)
 
     visit(graph, {})
