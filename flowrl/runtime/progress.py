@@ -10,8 +10,9 @@ Showing is never worth a run: whatever goes wrong here turns the view off and is
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -20,7 +21,7 @@ from flowrl.errors import ConfigError
 from flowrl.schema.columns import nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.live import Live
 
 MODES = ("auto", "live", "plain", "off")
@@ -76,6 +77,7 @@ class Progress:
         self.name = name
         self.steps = steps
         self._failure = ""
+        self._is_closed = False
 
     def phase(self, name: str) -> None:
         """Say what the run does now (a node's name)."""
@@ -105,7 +107,9 @@ class Progress:
         """Leave the terminal as it was, with the last state above the cursor. May be called twice."""
         failed = self._failure
         self._failure = ""
-        self._safely(self._close)
+        if not self._is_closed:
+            self._is_closed = True
+            self._safely(self._close)
         if failed:
             try:
                 print(f"(progress was turned off: {failed})", file=sys.stderr)
@@ -156,6 +160,32 @@ class PlainProgress(Progress):
             self._print(f"  {note}")
 
 
+class _Lifting:
+    """Stands for an output stream of the terminal: takes the panel away before anything is written below it.
+
+    So a print in an operator, or a debugger's prompt, has the terminal for itself.
+    """
+
+    def __init__(self, stream: IO[str], lift: Callable[[], None]) -> None:
+        self._stream = stream
+        self._lift = lift
+        self.ends_line = True
+        """Whether the last thing written ended its line."""
+
+    def write(self, text: str) -> int:
+        if text:
+            self._lift()
+            self.ends_line = text.endswith("\n")
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class LiveProgress(Progress):
     """A panel that is drawn again in place, at most five times a second and only when something happened: no thread."""
 
@@ -164,7 +194,9 @@ class LiveProgress(Progress):
         self._path = path
         self._file = file
         self._live: Live | None = None
-        self._drawn = 0.0
+        self._lock = threading.RLock()
+        self._streams: dict[str, _Lifting] = {}
+        self._drawn = float("-inf")
         self._done = 0
         self._now = ""
         self._metrics: Mapping[str, float] = {}
@@ -172,37 +204,15 @@ class LiveProgress(Progress):
         self._notes: tuple[str, ...] = ()
         self._rewards: list[float] = []
         self._started = time.perf_counter()
-        self._breakpoint: Callable[..., Any] | None = None
-        self._is_paused = False
-
-    def _console(self) -> Console:
-        from rich.console import Console
-
-        class Quiet(Console):
-            def on_broken_pipe(self) -> None:
-                raise  # rich would end the process; here it only ends the view
-
-        return Quiet(file=self._file)
 
     def _start(self) -> None:
         self._started = time.perf_counter()
-        self._open()
-
-    def _open(self) -> None:
-        from rich.live import Live
-
-        # redirected output (a print in an operator) appears above the panel
-        self._live = Live(self._panel(), console=self._console(), auto_refresh=False, transient=False)
-        self._live.start(refresh=True)
-        self._breakpoint = sys.breakpointhook
-        sys.breakpointhook = self._at_breakpoint
-
-    def _at_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """A breakpoint gets the terminal for itself; the panel comes back with the first step that is not debugged."""
-        before = self._breakpoint or sys.__breakpointhook__
-        self._safely(self._stop)
-        self._is_paused = True
-        return before(*args, **kwargs)
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None and stream.isatty():
+                self._streams[name] = _Lifting(stream, lambda: self._safely(self._lift))
+                setattr(sys, name, self._streams[name])
+        self._draw()
 
     def _phase(self, name: str) -> None:
         self._now = name
@@ -216,34 +226,67 @@ class LiveProgress(Progress):
         self._sample = sample if sample is not None else self._sample
         self._notes = notes or self._notes
         self._now = ""
-        if self._is_paused and sys.gettrace() is None:
-            self._is_paused = False
-            self._open()
         reward = metrics.get("reward/mean")
         if reward is not None and reward == reward:
             self._rewards = [*self._rewards[1 - HISTORY :], float(reward)]
-        self._draw(force=self._done == self.steps)
+        self._draw()
 
-    def _draw(self, *, force: bool = False) -> None:
+    def _draw(self) -> None:
         now = time.perf_counter()
-        if self._live is None or (now - self._drawn < REFRESH_S and not force):
+        if now - self._drawn < REFRESH_S or sys.gettrace() is not None:  # someone steps through the code in a debugger
             return
-        self._drawn = now
-        self._live.update(self._panel(), refresh=True)
+        with self._lock:
+            self._drawn = now
+            if self._live is None:
+                self._open()
+            else:
+                self._live.update(self._panel(), refresh=True)
 
-    def _stop(self) -> None:
-        live, self._live = self._live, None
-        hook, self._breakpoint = self._breakpoint, None
-        if hook is not None and sys.breakpointhook == self._at_breakpoint:
-            sys.breakpointhook = hook
-        if live is not None:
-            try:
-                live.update(self._panel())
-            finally:
-                live.stop()  # draws once more, gives the cursor and the output streams back
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Quiet(Console):
+            def on_broken_pipe(self) -> None:
+                raise  # rich would end the process; here it only ends the view
+
+        if not all(stream.ends_line for stream in self._streams.values()):
+            self._file.write("\n")
+            for stream in self._streams.values():
+                stream.ends_line = True
+        console = Quiet(file=self._file)
+        self._live = Live(
+            self._panel(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start(refresh=True)
+
+    def _lift(self) -> None:
+        """Take the panel away and give the cursor back; the next drawing opens it again below what was written."""
+        with self._lock:
+            live, self._live = self._live, None
+            if live is not None:
+                live.stop()
 
     def _close(self) -> None:
-        self._stop()
+        try:
+            with self._lock:
+                if self._live is None:
+                    self._open()  # what the run came to stays on the screen
+                live, self._live = self._live, None
+                if live is not None:
+                    live.transient = False
+                    live.update(self._panel())
+                    live.stop()
+        finally:
+            for name, stream in self._streams.items():
+                if getattr(sys, name) is stream:
+                    setattr(sys, name, stream._stream)
+            self._streams = {}
 
     def _panel(self) -> RenderableType:
         from rich.console import Group

@@ -1,6 +1,7 @@
 """The view of a run: says what matters, escapes what a model wrote, and never ends the run it shows."""
 
 import io
+import itertools
 import sys
 from typing import Any
 
@@ -73,54 +74,76 @@ def test_the_panel_shows_the_step_and_what_a_model_wrote_as_it_is() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_the_terminal_is_left_as_it_was_however_the_run_ends(error: type[BaseException]) -> None:
     file = Screen()
-    before = (sys.stdout, sys.stderr, sys.breakpointhook)
+    before = (sys.stdout, sys.stderr)
     with pytest.raises(error):
         with open_progress("live", name="x", steps=2, file=file) as progress:
             progress.step(0, METRICS)
             raise error
-    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
-    assert (sys.stdout, sys.stderr, sys.breakpointhook) == before
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") >= 1
+    assert (sys.stdout, sys.stderr) == before
     progress.close()  # twice does no harm
+
+
+def ticking(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let time pass by each look at the clock, outside of any debugger."""
+    clock = itertools.count()
+    monkeypatch.setattr("flowrl.runtime.progress.time.perf_counter", lambda: next(clock) * seconds)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
 
 
 def test_drawing_is_bounded_however_quick_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     progress = LiveProgress("x", 5000, None, Screen())
     monkeypatch.setattr(progress, "_panel", lambda: drawn.append(1) or "")
-    clock = iter(i * 0.001 for i in range(10**6))
-    monkeypatch.setattr("flowrl.runtime.progress.time.perf_counter", lambda: next(clock))
+    ticking(monkeypatch, 0.001)
     with progress:
         for step in range(1000):  # a millisecond each
             progress.step(step, METRICS)
-    assert 2 <= len(drawn) <= 8
+    assert 5 <= len(drawn) <= 8
 
 
-def test_a_breakpoint_has_the_terminal_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[bool] = []
+def test_what_an_operator_prints_stands_above_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
     file = Screen()
-    progress = LiveProgress("x", 3, None, file)
-    monkeypatch.setattr(sys, "gettrace", lambda: None)
-    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(progress._live is None))
-    with progress:
+    monkeypatch.setattr(sys, "stdout", file)
+    ticking(monkeypatch, 1.0)
+    with open_progress("live", name="x", steps=3, file=file) as progress:
         progress.step(0, METRICS)
-        breakpoint()
-        monkeypatch.setattr(sys, "gettrace", lambda: print)
+        print("from an operator", end="")
+        before = file.getvalue()
+        assert before.endswith("from an operator")
+        up, erase = "\x1b[1A", "\x1b[2K"  # the panel was taken away first
+        assert before.removesuffix("from an operator").endswith(up + erase)
+        assert sys.stdout.isatty()
         progress.step(1, METRICS)
-        assert progress._live is None  # still stepping
+        assert file.getvalue()[len(before) :].startswith("\n")  # a torn line is not drawn over
+        sys.stdout.writelines(["one\n", "two\n"])
+    assert sys.stdout is file
+    assert "one\ntwo\n" in file.getvalue()
+    assert "step 2/3" in file.getvalue().rpartition("╭")[2]
+
+
+def test_a_debugger_has_the_terminal_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Screen()
+    monkeypatch.setattr(sys, "stdout", file)
+    ticking(monkeypatch, 1.0)
+    with open_progress("live", name="x", steps=3, file=file) as progress:
+        progress.step(0, METRICS)
+        monkeypatch.setattr(sys, "gettrace", lambda: print)
+        print("(Pdb) ", end="")
+        progress.step(1, METRICS)
+        assert file.getvalue().endswith("(Pdb) ")
         monkeypatch.setattr(sys, "gettrace", lambda: None)
         progress.step(2, METRICS)
-        assert progress._live is not None
-        breakpoint()
-    assert stopped == [True, True]
+        assert "step 3/3" in file.getvalue().rpartition("(Pdb) ")[2]
 
 
 @pytest.mark.parametrize("mode", ["live", "plain"])
 def test_a_closed_terminal_does_not_end_the_run(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (sys.stdout, sys.stderr, sys.breakpointhook)
+    before = (sys.stdout, sys.stderr)
     with open_progress(mode, name="x", steps=2, file=Broken()) as progress:
         progress.step(0, METRICS)
         progress.step(1, METRICS)
-    assert (sys.stdout, sys.stderr, sys.breakpointhook) == before
+    assert (sys.stdout, sys.stderr) == before
     assert "progress was turned off: BrokenPipeError" in capsys.readouterr().err
 
 
