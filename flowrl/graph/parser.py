@@ -62,10 +62,11 @@ def parse(text: str, file: str) -> Graph:
     first.word("flow")
     name = first.name("the flow's name")
     first.end()
-    starts = [i for i, line in enumerate(lines) if line.indent == 0]
-    end = starts[1] if len(starts) > 1 else len(lines)
+    starts = [i for i, line in enumerate(lines) if line.indent == 0 and i > 0]
+    stops = [*starts[1:], len(lines)] if starts else []
+    end = starts[0] if starts else len(lines)
     declared: dict[str, Any] = {}
-    for start, stop in zip(starts[1:], [*starts[2:], len(lines)], strict=True):
+    for start, stop in zip(starts, stops, strict=True):
         _declare(lines[start], lines[start + 1 : stop], declared)
     graph, rest = _flow(name, lines[1:end], file, declared, lines[0].indent)
     if rest:

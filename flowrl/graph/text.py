@@ -135,7 +135,7 @@ def _call(node: Node, declared: _Declared) -> str:
     if is_positional(node):
         sources = ", ".join(quoted_name(source) for _, source in node.inputs)
     else:
-        sources = ", ".join(f"{port}={quoted_name(source)}" for port, source in node.inputs)
+        sources = ", ".join(f"{_bare(port)}={quoted_name(source)}" for port, source in node.inputs)
     params = _named(node.params, declared)
     separator = "; " if sources and params else ";" if sources and not is_positional(node) else ""
     return f"{node.kind}({sources}{separator}{params})"

@@ -87,7 +87,12 @@ def pass_rate(reward: S.f32, *, k: int):
 
 @fr.loss
 def ppo_clip(
-    logprobs, old_logprobs: T.f32.or_live("logprobs"), advantages: T.f32.or_broadcast("advantage"), *, clip=0.2, high=None
+    logprobs,
+    old_logprobs: T.f32.or_live("logprobs"),
+    advantages: T.f32.or_broadcast("advantage"),
+    *,
+    clip=0.2,
+    high=None,
 ):
     return -(logprobs - old_logprobs) * advantages
 
