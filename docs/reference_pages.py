@@ -16,7 +16,9 @@ SOURCES = {"flowrl": ROOT / "flowrl", "flowrl_operators": ROOT / "operators" / "
 INDEX = """\
 # Reference
 
-Made from the docstrings. What `import flowrl` gives is at the top; every other module is listed under its package.
+{written}
+
+The rest is made from the docstrings. What `import flowrl` gives is at the top; every other module is listed under its package.
 
 {list}
 """
@@ -37,9 +39,16 @@ def pages() -> dict[str, list[str]]:
     return {package: list(modules(package, folder)) for package, folder in SOURCES.items() if folder.is_dir()}
 
 
+def written() -> dict[str, str]:
+    """Title by file of the reference pages written by hand."""
+    files = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    return {file.name: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for file in files}
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Put the reference at the end of the navigation."""
     entries: list[object] = ["reference/index.md"]
+    entries += [{title: f"reference/{file}"} for file, title in written().items()]
     for package, names in pages().items():
         entries.append({package: [{name: f"reference/{name}.md"} for name in names]})
     assert config.nav is not None
@@ -50,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
     names = [name for names in pages().values() for name in names]
     listed = "\n".join(f"- [`{name}`]({name}.md)" for name in names)
-    files.append(File.generated(config, "reference/index.md", content=INDEX.format(list=listed)))
+    by_hand = "\n".join(f"- [{title}]({file})" for file, title in written().items())
+    files.append(File.generated(config, "reference/index.md", content=INDEX.format(list=listed, written=by_hand)))
     for name in names:
         files.append(File.generated(config, f"reference/{name}.md", content=f"# `{name}`\n\n::: {name}\n"))
     return files

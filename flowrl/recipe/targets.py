@@ -183,11 +183,12 @@ def _attribute(module: ModuleType, where: str, name: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            flows = flows_in(module)
             public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            hint = nearest(name, flows or public)
+            hint = nearest(name, public)
+            flows = flows_in(module)
+            close = f"; {hint}" if hint.startswith("did you mean") or not flows else ""
             listed = f"; flows there: {_listed(where, flows)}" if flows else "; it defines no flow"
-            raise ConfigError(f"{where} has no '{name}'; {hint}{listed}")
+            raise ConfigError(f"{where} has no '{name}'{close}{listed}")
         found = getattr(found, part)
     return found
 

@@ -56,6 +56,12 @@ def test_options_do_not_grow_by_accident() -> None:
     assert found == OPTIONS
 
 
+def test_the_reference_names_every_option() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text()
+    for name in {option for options in OPTIONS.values() for option in options} - {"--version"}:
+        assert name in page
+
+
 @pytest.mark.parametrize("path", OPTIONS)
 def test_help_is_enough(cli: Cli, path: str) -> None:
     result = cli(*path.split(), "--help")

@@ -167,6 +167,20 @@ def test_every_problem_is_reported_at_once(folder: Path) -> None:
         assert part in found
 
 
+def test_the_page_on_settings_is_true(folder: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "settings.md").read_text()
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    recipe = configured(folder, example.replace("train.jsonl", "prompts.jsonl"))
+    assert (recipe.steps, recipe.inputs["policy"].optimizer.warmup_steps, recipe.inputs["prompts"].batch) == (
+        200,
+        10,
+        64,
+    )
+    shown = page.partition("error: 3 problems in the settings:")[2].partition("```")[0]
+    text = "lr = 1\n\n[models.policy]\n[models.policy.optimizer]\nweight-decay = 0.1\nlearning_rte = 1e-5\n"
+    assert refused(folder, text) == f"3 problems in the settings:{shown}".rstrip()
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [
