@@ -28,7 +28,7 @@ def top(score: fr.SAMPLE.f32.named_by("by"), *, k: int = 1, by: str = "reward", 
 
     Args:
         k: rows kept; of equal ones the earlier.
-        by: column that decides. NaN is never kept.
+        by: column that decides. A score that is not finite is never kept.
         least: keep only rows of at least this score, so that a group without a good row gives none.
     """
     if k < 1:

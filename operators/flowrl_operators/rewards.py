@@ -157,7 +157,7 @@ def kl_shaped(
     """
     difference = policy_logprobs.values.astype(np.float64) - ref_logprobs.values.astype(np.float64)
     inside = loss_mask.values.astype(bool)
-    penalty = np.where(inside, kl_estimate(np.where(inside, difference, 0.0), kind), 0.0)
+    penalty = kl_estimate(np.where(inside, difference, 0.0), kind)  # every estimate of 0 is 0
     paid = at_last_token(np.asarray(reward, np.float64), loss_mask).values - coefficient * penalty
     return fr.Ragged.like(paid, loss_mask)
 

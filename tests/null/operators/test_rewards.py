@@ -131,6 +131,7 @@ def test_group_has_signal(group: list[float], keep: bool) -> None:
 def test_top_keeps_the_best_and_the_earlier_of_equals() -> None:
     assert filters.top.function(floats(0, 1, NAN, 1), k=1).tolist() == [False, True, False, False]
     assert filters.top.function(floats(0, 1, NAN, 1), k=3).tolist() == [True, True, False, True]
+    assert filters.top.function(floats(float("inf"), 1), k=1).tolist() == [False, True]
     assert filters.top.function(floats(NAN, NAN), k=1).tolist() == [False, False]
     assert filters.top.function(floats(0, 1), k=2, least=1.0).tolist() == [False, True]
 
@@ -143,7 +144,7 @@ def table(rewards: list[float], groups: str) -> RowBatch:
 def test_best_and_worst_make_one_pair_per_group() -> None:
     applied = run_operator(filters.best_and_worst.bind(), table([0.5, 1, 1, 0, NAN, 1, 0.2], "abababa"))
     assert applied.mask is not None
-    assert applied.mask.tolist() == [True, False, True, True, False, True, False] or applied.mask.sum() == 4
+    assert applied.mask.sum() == 4
     kept = [
         (applied.rows["pair_id"][i], bool(applied.rows["chosen"][i]), round(float(applied.rows["reward"][i]), 3))
         for i in np.flatnonzero(applied.mask)
