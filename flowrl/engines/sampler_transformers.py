@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from flowrl.engines.modules import embedding_rows
 from flowrl.engines.protocol import Sampled, SampleRequest, SamplingOptions
@@ -29,6 +29,9 @@ from flowrl.schema.columns import nearest
 
 COMPACT_SHARE = 8
 """Rows that ended are taken out of the batch when they are at least one in so many."""
+
+ROOM = 64
+"""Fewest tokens a growing cache makes room for."""
 
 
 def uniforms(numbers: Sequence[int], count: int) -> np.ndarray:
@@ -79,6 +82,52 @@ def restrict(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered = ordered.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
         ordered[:, 0] = logits.amax(-1)  # the likeliest always stays
     return torch.empty_like(logits).scatter_(-1, index, ordered)
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one attention layer with room ahead: a step writes its own part instead of copying all there is."""
+
+    room_keys: Tensor | None = None
+    room_values: Tensor
+    used = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, q, D]; return all there is so far."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        start, end = self.used, self.used + key_states.shape[-2]
+        if self.room_keys is None or self.room_keys.shape[-2] < end:
+            room = max(end + ROOM, end + end // 2)
+            self.room_keys = self._moved(self.room_keys, key_states, room)
+            self.room_values = self._moved(self.room_values if start else None, value_states, room)
+        self.room_keys[..., start:end, :] = key_states
+        self.room_values[..., start:end, :] = value_states
+        self._show(end)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep (or repeat) rows of the batch."""
+        if self.room_keys is not None:
+            self.room_keys, self.room_values = self.room_keys[indices], self.room_values[indices]
+            self._show(self.used)
+
+    def _moved(self, old: Tensor | None, like: Tensor, room: int) -> Tensor:
+        new = like.new_empty((*like.shape[:-2], room, like.shape[-1]))
+        if old is not None:
+            new[..., : self.used, :] = old[..., : self.used, :]
+        return new
+
+    def _show(self, end: int) -> None:
+        assert self.room_keys is not None
+        self.used = end
+        self.keys, self.values = self.room_keys[..., :end, :], self.room_values[..., :end, :]
+
+
+def new_cache(module: nn.Module) -> DynamicCache:
+    """An empty cache of the layers the module needs (full, sliding, recurrent), full ones with room ahead."""
+    config = getattr(module, "config", None)
+    cache = DynamicCache(config=config) if hasattr(config, "get_text_config") else DynamicCache()
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,10 +284,10 @@ class Decoding:
         self.most = max(limits)
         module = sampler.module
         self.device = next(module.parameters()).device
-        config = getattr(module, "config", None)
-        self.cache = DynamicCache(config=config) if config is not None else DynamicCache()
-        is_full = not any(self.cache.is_sliding) and all(hasattr(layer, "keys") for layer in self.cache.layers)
-        self.ready_mask = is_full and getattr(config, "_attn_implementation", "") == "sdpa"
+        self.cache = new_cache(module)
+        is_full = all(isinstance(layer, GrowingLayer) for layer in self.cache.layers)
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
+        self.ready_mask = is_full and implementation == "sdpa"
         """The attention takes a boolean mask as it is, which saves making one per step."""
         self.mask: Tensor | None = None
         self.position = torch.zeros(0)
@@ -341,6 +390,10 @@ class Decoding:
             )
 
     def _answers(self, ids: Tensor, logprobs: Tensor, lengths: np.ndarray, stopped: np.ndarray) -> list[Sampled]:
+        if not bool(logprobs.isfinite().all()):
+            raise EngineError(
+                f"model '{self.sampler.name}' gives probabilities that are not finite; its weights or its precision are at fault"
+            )
         ids_list, logprobs_list = ids.tolist(), logprobs.tolist()
         return [
             Sampled(
