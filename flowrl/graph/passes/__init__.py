@@ -14,8 +14,8 @@ from flowrl.graph.passes.prune import prune
 
 Pass = Callable[[Graph], tuple[Graph, tuple[Note, ...]]]
 
-PASSES: tuple[Pass, ...] = (prune, merge)
-"""Every pass, in order."""
+PASSES: tuple[Pass, ...] = (prune, merge, prune)
+"""Every pass, in order. What a merge leaves over (half of a copied pair) is pruned after it."""
 
 
 def optimise(graph: Graph) -> tuple[Graph, tuple[Note, ...]]:

@@ -3,6 +3,7 @@
 import flowrl as fr
 
 T, S = fr.TOKEN, fr.SAMPLE
+IDS, NATS = T.i32["k"], T.f32["k"]
 
 
 @fr.reward
@@ -128,7 +129,7 @@ def value_clip(values, old_values: T.f32.column("values"), returns: T.f32, *, cl
 
 
 @fr.loss(on_policy=False, max_staleness=None)
-def reverse_kl(logits, teacher_ids: T.i32["k"], teacher_logprobs: T.f32["k"]):
+def reverse_kl(logits, teacher_ids: IDS, teacher_logprobs: NATS):
     return logits
 
 

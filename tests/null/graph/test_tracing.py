@@ -23,17 +23,17 @@ def traced(body) -> fr.Graph:
 
 
 MISUSES = {
-    "if": (lambda rows: rows if rows else rows, "`if`.*fr.where.*fr.filter.*fr.refill.*fr.after"),
+    "if": (lambda rows: rows if rows else None, "`if`.*fr.where.*fr.filter.*fr.refill.*fr.after"),
     "and": (lambda rows: rows and rows, "`if` \\(or `and`"),
     "not": (lambda rows: not rows, "`not`"),
-    "for": (lambda rows: [r for r in rows], "`for`.*fr.repeat"),
+    "for": (lambda rows: [r.node for r in rows], "`for`.*fr.repeat"),
     "unpack": (lambda rows: (lambda a, b: a)(*rows), "unpacking"),
     "len": (lambda rows: len(rows), "len\\(\\).*operator"),
     "float": (float, "float\\(\\).*fr.log"),
     "int": (int, "fr.log"),
     "index": (lambda rows: [1, 2][rows], "fr.log"),
     "condition on a column": (
-        lambda rows: rows if rows["reward"] > 0 else rows,
+        lambda rows: rows if rows["reward"] > 0 else None,
         "no value while the flow is traced.*fr.where",
     ),
     "two comparisons": (lambda rows: 0 < rows["reward"] < 1, "no value while the flow is traced"),
