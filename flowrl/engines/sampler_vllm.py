@@ -66,6 +66,8 @@ a weight in the wrong place far above."""
 MIB = 1 << 20
 GPU_SHARE = 0.4
 """Of the GPU's memory, for weights, cache and scratch; vLLM's own 0.92 would leave the trainer nothing."""
+MAX_PHANTOMS = 1024
+"""Logit biases a request may have on a GPU."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower one silently and refuses a higher one."""
 
@@ -117,7 +119,7 @@ class VllmSampler:
         try:
             vocabulary = module.config.get_text_config().vocab_size
             self._vocabulary = int(vocabulary)
-            self._phantoms = dict.fromkeys(range(min(tokenizer.vocab_size, vocabulary), vocabulary), -math.inf)
+            self._phantoms = phantom_biases(tokenizer.vocab_size, int(vocabulary))
             self._max_context = int(self._llm.llm_engine.model_config.max_model_len)
             self.load(self._weights.current(module), 0)
             self._prove(module, model.precision)
@@ -275,6 +277,20 @@ class VllmSampler:
 
 
 # ------------------------------------------------------------------------------------------------------- responses
+
+
+def phantom_biases(real: int, vocabulary: int) -> dict[int, float]:
+    """-inf for every id that the model has and the tokenizer lacks. Errors: ConfigError when there are more than vLLM's
+    GPU kernel masks."""
+    from vllm.platforms import current_platform
+
+    phantoms = dict.fromkeys(range(min(real, vocabulary), vocabulary), -math.inf)
+    if len(phantoms) > MAX_PHANTOMS and not current_platform.is_cpu():
+        raise ConfigError(
+            f"the model has {vocabulary} ids, {len(phantoms)} more than the tokenizer; vLLM masks {MAX_PHANTOMS} at most; "
+            "cut the model's embedding (resize_token_embeddings), or use sampler='transformers'"
+        )
+    return phantoms
 
 
 @dataclass(slots=True)

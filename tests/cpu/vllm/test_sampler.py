@@ -108,6 +108,15 @@ def far(module: Any, requests: Sequence[SampleRequest], responses: Sequence[Any]
     return worst
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small lose more by waiting for a second thread than they gain, the more so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def open_sampler() -> Iterator[Callable[..., Any]]:
     """Opens samplers, and closes at the end those that are open."""
