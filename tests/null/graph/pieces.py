@@ -1,5 +1,7 @@
 """Operators and losses of the graph tests: small, torch-free stand-ins for a pack's."""
 
+import numpy as np
+
 import flowrl as fr
 
 T, S = fr.TOKEN, fr.SAMPLE
@@ -58,7 +60,7 @@ def from_step_values(reward: S.f32, step_value: S.f32, response_ids: T.i32):
 
 @fr.operator(filter=True, locality=fr.group("prompt_id"))
 def group_has_signal(reward: S.f32):
-    return reward.std() > 0
+    return np.full(len(reward), reward.std() > 0)
 
 
 @fr.operator(filter=True, locality=fr.group("prompt_id"))
