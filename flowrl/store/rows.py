@@ -236,7 +236,7 @@ class RowBatch:
             raise DataError(
                 f"take asked for row {rows.max() if rows.max() >= len(self) else rows.min()} of {len(self)} rows"
             )
-        rows = rows.astype(np.int64) % max(len(self), 1)
+        rows = rows.astype(np.int64)
         gathers: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # columns that share offsets share the work
         taken: dict[str, Values] = {}
         for name, values in self._columns.items():

@@ -153,8 +153,8 @@ def test_after_a_resume_there_is_one_point_per_metric_and_step(tmp_path: Path) -
     assert [s["response"] for s in read.samples()] == [f"first {i}" for i in range(5)] + ["second 5"]
     assert [text for _, text in read.notes()] == [f"first {i}" for i in range(5)] + ["second 5"]
     twice = RunDir.resume(folder.path, 2)
-    twice.write_metrics(2, {"loss": 20.0})
-    assert twice.metric("loss") == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    twice.write_metrics(3, {"loss": 30.0})
+    assert twice.metric("loss") == [(0, 0.0), (1, 1.0), (3, 30.0)]
     with pytest.raises(RunError, match="still running"):
         RunDir.resume(folder.path, 3)
 
@@ -253,10 +253,13 @@ def test_run_json_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        folder.write_info({"seed": 1})
-    assert json.loads((folder.path / "run.json").read_text())["status"] == "running"
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(OSError, match="disk full"):
+                folder.write_info({"seed": 1})
+        found = json.loads((folder.path / "run.json").read_text())
+        assert found["status"] == "running" and "seed" not in found
     (folder.path / "run.json").write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         _ = RunDir.open(folder.path).info

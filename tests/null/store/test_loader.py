@@ -61,6 +61,13 @@ def test_every_row_comes_once_and_no_bound_is_crossed(
         assert all(len(numbers) == 1 for numbers in homes.values())
 
 
+def test_batches_are_as_full_as_their_bounds_let_them() -> None:
+    assert [len(part) for part in Loader(tokens([1] * 70))] == [32, 32, 6]
+    assert [len(part) for part in Loader(tokens([1] * 7), batch_rows=3)] == [3, 3, 1]
+    assert [len(part) for part in Loader(tokens([1] * 7), max_tokens=6)] == [3, 3, 1]  # a prompt has one token too
+    assert [len(part) for part in Loader(tokens([1] * 7, "aabbccc"), batch_rows=4, group_by="prompt_id")] == [4, 3]
+
+
 def test_shuffling_depends_on_seed_and_epoch_alone() -> None:
     batch = tokens([1] * 50)
 

@@ -325,7 +325,8 @@ def test_concat_keeps_common_columns_and_checks_their_types() -> None:
     more = THREE.with_column("advantage", [0.0, 0.0, 0.0], SAMPLE.f32)
     assert RowBatch.concat([THREE, more]).names == THREE.names
     wide = THREE.with_column("reward", np.array([1, 2, 3]), SAMPLE.i64)
-    assert RowBatch.concat([THREE, wide]).types["reward"] == SAMPLE.f32
+    both = RowBatch.concat([THREE, wide])
+    assert both.types["reward"] == SAMPLE.f32 and both["reward"].dtype == np.float32
     with pytest.raises(SchemaError, match="'reward' is SAMPLE.i64 in one batch and SAMPLE.f32 in another"):
         RowBatch.concat([wide, THREE])
     with pytest.raises(SchemaError, match="at least one"):
