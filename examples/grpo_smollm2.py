@@ -23,8 +23,9 @@ HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @fr.flow
 def grpo_math(prompts, heldout, policy, *, group_size=8, max_tokens=48, eval_every=25):
-    rows = rewards.math(fr.rollout(policy, prompts, n=group_size, max_tokens=max_tokens))
-    fr.every(eval_every, evaluate.pass_at(policy, heldout, k=(1,), reward=rewards.math, max_tokens=max_tokens))
+    last_number = rewards.math.bind(pattern=rewards.NUMBER)  # judging a formula would pay for repeating the question
+    rows = last_number(fr.rollout(policy, prompts, n=group_size, max_tokens=max_tokens))
+    fr.every(eval_every, evaluate.pass_at(policy, heldout, k=(1,), reward=last_number, max_tokens=max_tokens))
     return fr.update(policy, advantages.group_norm(rows), loss=losses.ppo_clip(0.2))
 
 

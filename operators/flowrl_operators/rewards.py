@@ -17,15 +17,25 @@ from flowrl_operators.advantages import at_last_token
 
 KL_KINDS = ("k1", "k2", "k3", "abs")
 
+NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"
+"""Pattern of a plain number, for `math(pattern=NUMBER)` and `exact(pattern=NUMBER)`."""
+
 # --- rules on one response ----------------------------------------------------------------------------------------------
 
 
 @fr.reward
-def math(response: str, answer: str) -> float:
+def math(response: str, answer: str, *, pattern: str | None = None) -> float:
     """1.0 when the response's final answer equals the reference mathematically, else 0.0, as math-verify judges.
 
     The last `\\boxed{...}`, formula or number of the response is compared with `answer` (LaTeX with or without dollar
     signs, or a plain number). Needs the extra `math`.
+
+    A formula is evaluated: where the task is to compute `8 + 3`, a response that only repeats `8 + 3` counts as right, and a
+    policy will find that out. `pattern=NUMBER` then judges the last number alone.
+
+    Args:
+        pattern: judge only what this regular expression (its first group, or the whole) finds last in the response; nothing
+            found is 0.0.
 
     Errors: MissingExtra without math-verify; there is no second, weaker rule to fall back on. DataError when `answer` holds
     no mathematics.
@@ -45,7 +55,16 @@ def math(response: str, answer: str) -> float:
         raise DataError(
             f"math-verify finds no mathematics in the reference answer {answer!r}; use rewards.exact for text"
         )
-    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+    found = response if pattern is None else _last_match(pattern, response)
+    return 0.0 if found is None else float(verify(gold, parse(found, parsing_timeout=None), timeout_seconds=None))
+
+
+def _last_match(pattern: str, text: str) -> str | None:
+    """What the first group (or the whole) of a regular expression finds last in a text."""
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return None
+    return matches[-1][1 if matches[-1].re.groups else 0] or ""
 
 
 def _is_not_about_timeouts(record: logging.LogRecord) -> bool:
@@ -69,12 +88,9 @@ def exact(
         strip: leave white space around both out.
         ignore_case: compare case-folded.
     """
-    found = response
-    if pattern is not None:
-        matches = list(re.finditer(pattern, response, re.DOTALL))
-        if not matches:
-            return 0.0
-        found = matches[-1][1 if matches[-1].re.groups else 0] or ""
+    found = response if pattern is None else _last_match(pattern, response)
+    if found is None:
+        return 0.0
     wanted = str(answer)
     if strip:
         found, wanted = found.strip(), wanted.strip()
