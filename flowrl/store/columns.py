@@ -171,14 +171,16 @@ def _empty(kind: ColumnType, found: np.ndarray) -> np.ndarray:
 
 def _natural(name: str, values: Sequence[Any], row: int | None = None) -> np.ndarray:
     """NumPy's own reading of a list of numbers or equal-shaped arrays; `row` when they all belong to one row."""
-    for place, value in enumerate(values):
-        if value is None:
-            where = f"row {place}" if row is None else f"row {row}, place {place}"
-            raise DataError(f"column '{name}' has no value in {where}; fill it or drop the row")
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:  # rows of different lengths
         raise SchemaError(f"column '{name}' needs values of one shape in all rows: {error}") from error
+    if array.dtype == object:
+        for place, value in enumerate(values):
+            if value is None:
+                where = f"row {place}" if row is None else f"row {row}, place {place}"
+                raise DataError(f"column '{name}' has no value in {where}; fill it or drop the row")
+    return array
 
 
 def _to_ragged(name: str, values: Any, kind: ColumnType) -> Ragged:

@@ -12,6 +12,7 @@ Layouts, for N rows with T tokens, the longest with L:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,6 +27,20 @@ LAYOUTS = ("rows", "packed", "padded")
 DEFAULT_ROWS = 32
 
 Batch = RowBatch | dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of rows that go together."""
+
+    rows: int = 0
+    tokens: int = 0
+    longest: tuple[int, int] = (0, 0)
+    """Tokens of the longest prompt and of the longest response."""
+
+    def __add__(self, other: _Size) -> _Size:
+        longest = (max(self.longest[0], other.longest[0]), max(self.longest[1], other.longest[1]))
+        return _Size(self.rows + other.rows, self.tokens + other.tokens, longest)
 
 
 class Loader:
@@ -77,46 +92,46 @@ class Loader:
         """Of the next iteration; set it to repeat or skip one."""
         self._rows = rows if columns is None else rows.select(columns)
         self._units = rows.group_indices(group_by) if group_by else list(np.arange(len(rows)).reshape(-1, 1))
-        self._prompt, self._response = _token_lengths(rows, needed=max_tokens is not None)
+        self._sizes = _sizes(rows, self._units, needed=max_tokens is not None)
         self._check_fits(group_by)
 
     def _check_fits(self, group_by: str | None) -> None:
         # at the beginning, not in the middle of an epoch
-        for unit in self._units:
-            if self.batch_rows is not None and len(unit) > self.batch_rows:
+        for unit, size in zip(self._units, self._sizes, strict=True):
+            if self.batch_rows is not None and size.rows > self.batch_rows:
                 raise DataError(
-                    f"a group of equal '{group_by}' has {len(unit)} rows and a batch takes {self.batch_rows}; raise batch_rows"
+                    f"a group of equal '{group_by}' has {size.rows} rows and a batch takes {self.batch_rows}; raise batch_rows"
                 )
-            if self.max_tokens is not None and self._cost(unit) > self.max_tokens:
-                what = f"a group of {len(unit)} rows has" if group_by else f"row {unit[0]} has"
+            if self.max_tokens is not None and self._tokens(size) > self.max_tokens:
+                what = f"a group of {size.rows} rows has" if group_by else f"row {unit[0]} has"
                 raise DataError(
-                    f"{what} {self._cost(unit)} tokens and a batch takes {self.max_tokens}; raise max_tokens or filter "
+                    f"{what} {self._tokens(size)} tokens and a batch takes {self.max_tokens}; raise max_tokens or filter "
                     "such rows out first"
                 )
 
-    def _cost(self, rows: np.ndarray) -> int:
+    def _tokens(self, size: _Size) -> int:
         if self.layout == "padded":
-            longest = _round_up(int(self._prompt[rows].max(initial=0)), self.pad_multiple)
-            return len(rows) * (longest + _round_up(int(self._response[rows].max(initial=0)), self.pad_multiple))
-        return int(self._prompt[rows].sum() + self._response[rows].sum())
+            return size.rows * sum(_round_up(longest, self.pad_multiple) for longest in size.longest)
+        return size.tokens
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
         """Row numbers of each batch of an epoch."""
         order = np.arange(len(self._units))
         if self.shuffle:
             order = np.random.default_rng([self.seed & 0xFFFFFFFFFFFFFFFF, epoch]).permutation(len(self._units))
-        held = np.zeros(0, np.int64)
-        for number in order:
-            with_unit = np.concatenate([held, self._units[number]])
-            too_many = self.batch_rows is not None and len(with_unit) > self.batch_rows
-            too_long = self.max_tokens is not None and self._cost(with_unit) > self.max_tokens
-            if len(held) and (too_many or too_long):
-                yield held
-                held = self._units[number]
-            else:
-                held = with_unit
-        if len(held):
-            yield held
+        held: list[np.ndarray] = []
+        size = _Size()
+        for number in order.tolist():
+            grown = size + self._sizes[number]
+            too_many = self.batch_rows is not None and grown.rows > self.batch_rows
+            too_long = self.max_tokens is not None and self._tokens(grown) > self.max_tokens
+            if held and (too_many or too_long):
+                yield np.concatenate(held)
+                held, grown = [], self._sizes[number]
+            held.append(self._units[number])
+            size = grown
+        if held:
+            yield np.concatenate(held)
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -125,21 +140,33 @@ class Loader:
             "packed": packed,
             "padded": lambda rows: padded(rows, multiple=self.pad_multiple),
         }
-        return (lay_out[self.layout](self._rows.take(rows)) for rows in self.batches(epoch))
+        return (lay_out[self.layout](self._pick(rows)) for rows in self.batches(epoch))
+
+    def _pick(self, rows: np.ndarray) -> RowBatch:
+        if np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+            return self._rows.slice(int(rows[0]), int(rows[0]) + len(rows))  # neighbours need no copy
+        return self._rows.take(rows)
 
 
 def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _token_lengths(rows: RowBatch, *, needed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each row's prompt and of its response, [N] each."""
+def _sizes(rows: RowBatch, units: list[np.ndarray], *, needed: bool) -> list[_Size]:
+    """Size of each unit. Errors: ConfigError when tokens are `needed` and there are none."""
     none = np.zeros(len(rows), np.int64)
     prompt = rows["prompt_ids"].lengths if "prompt_ids" in rows else none
     tokens = next((rows[name] for name, kind in rows.types.items() if kind.granularity is TOKEN), None)
     if needed and tokens is None and "prompt_ids" not in rows:
         raise ConfigError("max_tokens needs rows with tokens (a TOKEN column or prompt_ids); use batch_rows")
-    return prompt, none if tokens is None else tokens.lengths
+    if not needed:
+        return [_Size(len(unit)) for unit in units]
+    response = none if tokens is None else tokens.lengths
+    sizes = []
+    for unit in units:
+        p, r = prompt[unit], response[unit]
+        sizes.append(_Size(len(unit), int(p.sum() + r.sum()), (int(p.max(initial=0)), int(r.max(initial=0)))))
+    return sizes
 
 
 def packed(rows: RowBatch) -> dict[str, np.ndarray]:
@@ -177,7 +204,10 @@ def padded(rows: RowBatch, *, multiple: int = 1) -> dict[str, np.ndarray]:
         fill = np.zeros((len(rows), length, *values.values.shape[1:]), values.dtype)
         if values.dtype == object:
             fill[...] = "" if rows.types[name].dtype == "str" else b""
-        fill[mask] = values.values
+        start = 0
+        for row, stop in enumerate(values.offsets[1:].tolist()):  # a copy per row beats an index per value
+            fill[row, : stop - start] = values.values[start:stop]
+            start = stop
         made[name] = fill
         made[axis] = mask
     return made

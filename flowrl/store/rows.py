@@ -29,6 +29,10 @@ _NUM_ROWS = b"flowrl.num_rows"
 """Arrow schema metadata; written only for a batch without columns, which Arrow cannot count."""
 
 
+_LONG = 32
+"""Mean number of values per row from which rows are copied one by one."""
+
+
 class RowBatch:
     """N rows of typed columns.
 
@@ -237,14 +241,14 @@ class RowBatch:
                 f"take asked for row {rows.max() if rows.max() >= len(self) else rows.min()} of {len(self)} rows"
             )
         rows = rows.astype(np.int64)
-        gathers: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # columns that share offsets share the work
+        picks: dict[int, _Pick] = {}  # columns that share offsets share the work
         taken: dict[str, Values] = {}
         for name, values in self._columns.items():
             if isinstance(values, Ragged):
-                if id(values.offsets) not in gathers:
-                    gathers[id(values.offsets)] = _gather(values.offsets, rows)
-                places, offsets = gathers[id(values.offsets)]
-                taken[name] = Ragged(_sealed(values.values[places]), offsets)
+                if id(values.offsets) not in picks:
+                    picks[id(values.offsets)] = _Pick(values.offsets, rows)
+                pick = picks[id(values.offsets)]
+                taken[name] = Ragged(_sealed(pick.of(values.values)), pick.offsets)
             else:
                 taken[name] = _sealed(values[rows])
         return RowBatch._of(taken, self._types, len(rows))
@@ -427,13 +431,26 @@ def _sealed(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _gather(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(place of each taken value in the flat array [T], new offsets [M + 1])."""
-    lengths = np.diff(offsets)[rows]
-    taken = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths, out=taken[1:])
-    inside = np.arange(taken[-1]) - np.repeat(taken[:-1], lengths)
-    return np.repeat(offsets[:-1][rows], lengths) + inside, _sealed(taken)
+class _Pick:
+    """Rows of a list column in another order: new `offsets` [M + 1], and the values that belong to them."""
+
+    def __init__(self, offsets: np.ndarray, rows: np.ndarray) -> None:
+        self._starts = offsets[:-1][rows]
+        self._lengths = np.diff(offsets)[rows]
+        self.offsets = _sealed(np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths, dtype=np.int64)]))
+        self._places: np.ndarray | None = None
+
+    def of(self, flat: np.ndarray) -> np.ndarray:
+        """[T, ...] values of the rows."""
+        if len(self._starts) and self.offsets[-1] >= _LONG * len(
+            self._starts
+        ):  # a copy per row beats an index per value
+            stops = (self._starts + self._lengths).tolist()
+            return np.concatenate([flat[a:b] for a, b in zip(self._starts.tolist(), stops, strict=True)])
+        if self._places is None:
+            inside = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], self._lengths)
+            self._places = np.repeat(self._starts, self._lengths) + inside
+        return flat[self._places]
 
 
 def _common_type(name: str, types: list[ColumnType]) -> ColumnType:
