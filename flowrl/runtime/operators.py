@@ -183,7 +183,7 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
     written = {column.name: _assemble(parts[column.name], column) for column in operator.writes}
     failed = sum(1 for error in errors if error)
     rows = _with_written(rows, operator, written)
-    if failed:
+    if operator.on_error == "flag":  # even when no row failed: a table's columns do not depend on luck
         before = rows["row_error"] if ROW_ERROR.name in rows else [""] * len(rows)
         texts = [new or old for new, old in zip(errors, before, strict=True)]
         rows = rows.with_column(ROW_ERROR.name, np.asarray(texts, dtype=object), ROW_ERROR.type)

@@ -243,13 +243,15 @@ def buffer(node: Node, context: Context) -> Table:
     path = context.path + node.name
     kept = context.memory.buffers.get(path)
     if kept is None:
-        kept = context.memory.buffers[path] = ExperienceTable(max_rows=node["capacity"])
+        kept = context.memory.buffers[path] = ExperienceTable(
+            max_rows=node["capacity"], keep_together="buffer/key"
+        )
     fresh = table.batch
     # groups of different steps are different groups even when their prompt is the same
     by = node.get("by")
     marks = np.asarray([f"{context.step}:{v}" for v in (fresh[by] if by else np.arange(len(fresh)))], dtype=object)
     kept.append(fresh.with_column("buffer/key", marks, SAMPLE.str))
-    everything = RowBatch.from_arrow(kept.to_arrow())
+    everything = kept.batch()
     generator = np.random.default_rng([context.seed, context.step, len(everything)])
     groups = everything.group_indices("buffer/key")
     drawn: list[np.ndarray] = []
