@@ -85,7 +85,7 @@ def code_hash(function: Callable[..., Any]) -> str:
     """
     function = inspect.unwrap(function)
     try:
-        text = _dump(_Bare().visit(_tree(function)))
+        text = _dump(_tree(function))
     except (OSError, TypeError, SyntaxError):
         code = getattr(function, "__code__", None)
         # no source (interactive, C): bytecode is the best that is left
@@ -94,18 +94,53 @@ def code_hash(function: Callable[..., Any]) -> str:
 
 
 def _tree(function: Callable[..., Any]) -> ast.AST:
-    """Syntax tree of a function. A lambda is looked up in its file, since its lines hold other code as well."""
+    """Syntax tree of a function's definition or lambda. Errors: OSError when there is no source."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_name != "<lambda>":
+    if code is None:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    spans = [p for p in code.co_positions() if p[0] is not None and p[2] is not None and p[3]]
-    for node in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
-        if isinstance(node, ast.Lambda) and spans:
-            first, last = (node.body.lineno, node.body.col_offset), (node.body.end_lineno, node.body.end_col_offset)
-            inside = ((line, column) for line, _, column, _ in spans if line is not None and column is not None)
-            if all(first <= at <= last for at in inside):
+    lines = linecache.getlines(code.co_filename, getattr(function, "__globals__", None))
+    found = _definition(lines, code) if code.co_name != "<lambda>" else _lambda(lines, code)
+    if found is None:
+        raise OSError(f"no source for '{code.co_name}' at {code.co_filename}:{code.co_firstlineno}")
+    return found
+
+
+def _definition(lines: list[str], code: CodeType) -> ast.AST | None:
+    """The `def` at a code's first line: its lines up to the first dedent at which they are a whole definition.
+
+    Parsing a few lines is much quicker than tokenizing them (`inspect.getsource`) or parsing the file.
+    """
+    start = code.co_firstlineno - 1
+    head = lines[start] if start < len(lines) else ""
+    indent = len(head) - len(head.lstrip())
+    for end in range(start + 1, len(lines) + 1):
+        last = lines[end] if end < len(lines) else ""
+        text = last.lstrip()
+        if end < len(lines) and (not text or text.startswith("#") or len(last) - len(text) > indent):
+            continue
+        try:
+            # an `if` takes the indentation, so that strings over several lines stay as they are
+            tree = ast.parse(("if 1:\n" if indent else "") + "".join(lines[start:end]))
+        except SyntaxError:  # cut inside brackets, a string or the decorators: there is more
+            continue
+        found = tree.body[0].body[0] if indent and isinstance(tree.body[0], ast.If) else tree.body[0]
+        is_it = isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and found.name == code.co_name
+        return found if is_it else None
+    return None
+
+
+def _lambda(lines: list[str], code: CodeType) -> ast.AST | None:
+    """The lambda a code was compiled from. It shares its lines with other code, so it is looked up by columns."""
+    places = [
+        (line, column) for line, _, column, to in code.co_positions() if line is not None and column is not None and to
+    ]
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.Lambda) and places:
+            start = (node.body.lineno, node.body.col_offset)
+            end = (node.body.end_lineno or 0, node.body.end_col_offset or 0)
+            if all(start <= place <= end for place in places):
                 return node
-    raise OSError(f"no source for the lambda at {code.co_filename}:{code.co_firstlineno}")
+    return None
 
 
 def _closed_over(function: Callable[..., Any]) -> str:
@@ -138,44 +173,32 @@ def _bytecode(code: CodeType) -> str:
     return f"({code.co_code.hex()}, {constants}, {code.co_names})"
 
 
-_NO_MEANING = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params", "returns", "annotation"})
+_NO_MEANING = frozenset(
+    {"ctx", "kind", "type_comment", "type_ignores", "type_params", "returns", "annotation", "decorator_list"}
+)
 """Fields of syntax trees that say nothing of what the code does."""
 
 
 def _dump(value: Any) -> str:
     if isinstance(value, ast.AST):
-        fields = ((n, v) for n, v in ast.iter_fields(value) if n not in _NO_MEANING and v is not None and v != [])
-        return f"{type(value).__name__}({','.join(f'{n}={_dump(v)}' for n, v in fields)})"
+        fields = ((n, _telling(value, n, v)) for n, v in ast.iter_fields(value) if n not in _NO_MEANING)
+        return f"{type(value).__name__}({','.join(f'{n}={_dump(v)}' for n, v in fields if v is not None and v != [])})"
     if isinstance(value, list):
         return f"[{','.join(map(_dump, value))}]"
     return ascii(value)
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
-
-
-class _Bare(ast.NodeTransformer):
-    """Drops docstrings and decorators."""
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            node.decorator_list = []
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.JoinedStr):
-            node.values = _joined(node.values)
-        return node
+def _telling(node: ast.AST, name: str, value: Any) -> Any:
+    """A field of a syntax tree without docstring, and with an f-string's neighbouring texts made one."""
+    if name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        first = value[0] if value else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            return value[1:] or [ast.Pass()]
+    return _joined(value) if isinstance(node, ast.JoinedStr) else value
 
 
 def _joined(parts: list[ast.expr]) -> list[ast.expr]:
-    """Parts of an f-string with neighbouring texts made one: Pythons differ in how many they make of a literal."""
+    # Pythons differ in how many texts they make of one literal
     made: list[ast.expr] = []
     for part in parts:
         last = made[-1] if made else None
@@ -184,6 +207,10 @@ def _joined(parts: list[ast.expr]) -> list[ast.expr]:
         elif not isinstance(part, ast.Constant) or part.value:
             made.append(part)
     return made
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
