@@ -91,7 +91,7 @@ class Data:
 
     def opened(self, *, seed: int, name: str | None = None) -> Data:
         """The same rows with a cursor of their own at the beginning, so that two runs never share one."""
-        fresh = Data.__new__(Data)
+        fresh = type(self).__new__(type(self))  # a subclass stays one
         fresh.__dict__.update(self.__dict__)
         fresh.seed, fresh.name = int(seed), self.name if name is None else name
         fresh._epoch, fresh._place, fresh._order = 0, 0, None
