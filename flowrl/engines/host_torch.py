@@ -38,6 +38,7 @@ from flowrl.schema.columns import nearest
 from flowrl.schema.ragged import Ragged
 
 VLLM_SAMPLER = "flowrl.engines.sampler_vllm:VllmSampler"
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD_OF_USE = {"generate": "lm", "logprobs": "lm", "top_logprobs": "lm", "values": "value", "score": "reward"}
 
 
@@ -88,7 +89,7 @@ class TorchHost:
         self.num_ids = embedding_rows(name, self.module)
         self.trainer: Trainer | None = None
         if trains:
-            self.weights.make_masters(trainable=True)
+            self.weights.make_masters(PRECISIONS[model.precision])
             if model.gradient_checkpointing:
                 _checkpoint_layers(name, self.module)
             self.trainer = Trainer(

@@ -37,17 +37,17 @@ class Weights:
         for name, parameter in self.parameters.items():
             yield name, parameter.detach()
 
-    def make_masters(self, *, trainable: bool) -> None:
-        """Give parameters in lower precision fp32 masters; with `trainable`, gradients add up in the masters."""
-        if not self._mastered:
-            self._mastered = True
-            for name, parameter in self.parameters.items():
-                if parameter.dtype != torch.float32:
-                    self.masters[name] = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-        if trainable:
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_move_grad_to(self.masters[name]))
+    def make_masters(self, dtype: torch.dtype) -> None:
+        """Bring the module to `dtype` and, where that is not fp32, keep fp32 masters in which gradients add up."""
+        if self._mastered or dtype == torch.float32:
+            return
+        self._mastered = True
+        for name, parameter in self.parameters.items():
+            master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+            parameter.data = parameter.data.to(dtype)
+            self.masters[name] = master
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_move_grad_to(master))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -61,7 +61,7 @@ class Weights:
         """self = decay * self + (1 - decay) * source, in place; buffers are copied. Names and shapes must be equal."""
         self.match({n: tuple(t.shape) for n, t in source.masters.items()}, f"model '{source.name}'")
         if decay > 0:
-            self.make_masters(trainable=False)
+            self.make_masters(next(iter(self.parameters.values())).dtype)
         for name, master in self.masters.items():
             theirs = source.masters[name].to(master.device, master.dtype)
             if decay > 0:

@@ -160,6 +160,15 @@ class Kit:
         start = len(prompt) - 1
         return logits[start:-1].log_softmax(-1).gather(-1, ids[0, start + 1 :, None])[:, 0]
 
+    def assert_equal_gradients(
+        self, found: dict[str, np.ndarray], expected: dict[str, np.ndarray], what: str = ""
+    ) -> None:
+        """To a few millionths of the largest gradient."""
+        assert found.keys() == expected.keys()
+        scale = max(float(np.abs(g).max()) for g in expected.values())
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=2e-6 * scale, err_msg=f"{name} {what}")
+
     def gradients(self, host: TorchHost) -> dict[str, np.ndarray]:
         """Gradients of the first optimizer step, read from Adam's first moment."""
         return {name: entry["exp_avg"] / 0.1 for name, entry in host.state()["optimizer"].items()}
