@@ -28,7 +28,7 @@ from flowrl.graph.infer import Inference, Writers, infer
 from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.schema.columns import Column, TableSchema, nearest
-from flowrl.schema.standard import STANDARD
+from flowrl.schema.standard import PROMPT_ID, STANDARD
 from flowrl.schema.types import PROMPT, ColumnType
 
 Check = Callable[[Facts], Iterable[Problem]]
@@ -130,6 +130,9 @@ def _writers() -> Writers:
 
 def _columns(graph: Graph, name: str, has: TableSchema | Iterable[str | Column]) -> Iterator[Column]:
     declared = dict(graph[name].get("columns", ()))
+    has = tuple(has)
+    if not any((c.name if isinstance(c, Column) else c) == PROMPT_ID.name for c in has):
+        yield PROMPT_ID  # a run numbers the rows of a data set that has none
     for column in has:
         if isinstance(column, Column):
             yield column
