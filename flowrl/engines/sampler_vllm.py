@@ -266,6 +266,7 @@ class VllmSampler:
         llm, self._llm = self._llm, None
         _open.discard(self)
         with process_groups_kept(bool(_open)):
+            llm.llm_engine.collective_rpc(release_cache)
             llm.llm_engine.engine_core.shutdown()
         del llm
         self._folder.cleanup()
@@ -442,6 +443,16 @@ def overwrite(worker: Any, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
             f"vLLM's {type(model).__name__} has weights that no name of the trainer's module fills: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}; use sampler='transformers' for this model"
         )
+
+
+def release_cache(worker: Any) -> None:
+    """Run by vLLM's worker before it shuts down: give back the memory of the keys and values, by far the largest part.
+    Something inside vLLM keeps a reference to these tensors, so dropping ours is not enough."""
+    if worker.device.type != "cpu":
+        torch.accelerator.synchronize()
+    for cache in getattr(worker.model_runner, "kv_caches", ()):
+        for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
+            tensor.untyped_storage().resize_(0)
 
 
 def repack_shared(model: torch.nn.Module) -> None:

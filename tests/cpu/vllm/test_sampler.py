@@ -506,5 +506,8 @@ def test_opening_leaves_the_process_as_it_was(open_sampler: Callable[..., Any]) 
     assert state() == before and torch.set_num_threads is threads
     assert module.training is False
     folder = sampler._folder.name
+    caches = sampler._llm.llm_engine.collective_rpc(lambda worker: list(worker.model_runner.kv_caches))[0]
+    assert all(cache.untyped_storage().nbytes() for cache in caches)
     sampler.close()
+    assert not any(cache.untyped_storage().nbytes() for cache in caches)
     assert not os.path.exists(folder)
