@@ -1,6 +1,7 @@
 """DAPO (arXiv 2503.14476): dynamic sampling, clip-higher, a punishment that grows with length, averaged over tokens."""
 
 import flowrl as fr
+from examples.tiny import MAX_TOKENS, make_task, tiny_model
 from flowrl_operators import advantages, filters, losses, rewards
 
 
@@ -11,3 +12,16 @@ def dapo(prompts, policy, *, group_size=8, soft=4096, hard=None, max_rounds=4):
 
     rows = fr.refill(attempt, prompts, keep=filters.group_has_signal(), max_rounds=max_rounds)
     return fr.update(policy, advantages.group_norm(rows), loss=losses.ppo_clip(0.2, high=0.28), average="token_mean")
+
+
+def main(steps: int = 20, seed: int = 0, **options: object) -> fr.Run:
+    """A few steps on a tiny model that knows nothing yet; `examples/demo.py` shows one that learns."""
+    train, _ = make_task(seed)
+    flow = dapo.graph(soft=5, hard=10)  # answers have four to six digits
+    return fr.run_local(
+        flow, steps=steps, seed=seed, batch=16, max_tokens=MAX_TOKENS, prompts=train, policy=tiny_model(seed), **options
+    )
+
+
+if __name__ == "__main__":
+    main()

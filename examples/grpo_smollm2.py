@@ -34,7 +34,10 @@ def sums(task: str, count: int, seed: int, **options: Any) -> list[dict[str, str
     import reasoning_gym
 
     made = reasoning_gym.create_dataset(task, size=count, seed=seed, **options)
-    return [{"prompt_id": f"{seed}-{i}", "prompt": row["question"], "answer": str(row["answer"])} for i, row in enumerate(made)]
+    return [
+        {"prompt_id": f"{seed}-{i}", "prompt": row["question"], "answer": str(row["answer"])}
+        for i, row in enumerate(made)
+    ]
 
 
 def disjoint(train: list[dict[str, str]], heldout: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -63,7 +66,9 @@ def main() -> fr.Run:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=default_model(), help="Hugging Face name or path")
     parser.add_argument("--task", default="chain_sum", help="a reasoning-gym task with number answers")
-    parser.add_argument("--data", help="JSONL file with prompt and answer instead of a task; its first rows are held out")
+    parser.add_argument(
+        "--data", help="JSONL file with prompt and answer instead of a task; its first rows are held out"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=8)
@@ -100,7 +105,9 @@ def main() -> fr.Run:
     )
     rewards_seen = run.history("reward/mean")
     tenth = max(1, len(rewards_seen) // 10)
-    print(f"reward, first {tenth} steps: {sum(rewards_seen[:tenth]) / tenth:.3f}, last: {sum(rewards_seen[-tenth:]) / tenth:.3f}")
+    print(
+        f"reward, first {tenth} steps: {sum(rewards_seen[:tenth]) / tenth:.3f}, last: {sum(rewards_seen[-tenth:]) / tenth:.3f}"
+    )
     print(f"metrics and samples: {run.path}")
     return run
 

@@ -12,15 +12,24 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import flowrl as fr
+
 Row = dict[str, str]
+
+MAX_TOKENS = 7
+"""Six digits and the end of the response."""
 
 
 class CharTokenizer:
-    """One token per character of a fixed alphabet, after three special tokens."""
+    """One token per character of a fixed alphabet, after three special tokens.
+
+    It is all that a run needs of a tokenizer of your own: see `flowrl.model.Tokenizer`.
+    """
 
     pad_id = 0
     bos_id = 1
     eos_id = 2
+    eos_ids = frozenset({2})
 
     def __init__(self, alphabet: str = "0123456789=") -> None:
         self.alphabet = alphabet
@@ -30,9 +39,17 @@ class CharTokenizer:
     def vocab_size(self) -> int:
         return 3 + len(self.alphabet)
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    @property
+    def fingerprint(self) -> str:
+        return f"characters {self.alphabet}"
+
+    def encode(self, text: str, *, bos: bool = True, eos: bool = False) -> list[int]:
         """The ids of a text; a character outside the alphabet is a KeyError."""
         return [self.bos_id] * bos + [self._to_id[character] for character in text] + [self.eos_id] * eos
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """The ids of a text that follows others."""
+        return self.encode(text, bos=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids up to the first end-of-sequence; the other special tokens vanish."""
@@ -68,6 +85,18 @@ def tiny_llama(
         return LlamaForCausalLM(config).float()
 
 
+def tiny_model(seed: int, *, head: str = "lm", lr: float = 3e-4) -> fr.Model:
+    """The tiny Llama as a model of a run."""
+    return fr.Model(
+        tiny_llama(seed),
+        tokenizer=CharTokenizer(),
+        head=head,
+        optimizer=fr.AdamW(lr=lr),
+        device="cpu",
+        micro_batch_tokens=65536,
+    )
+
+
 def make_task(
     seed: int, *, num_train: int = 4096, num_heldout: int = 256, digits: Sequence[int] = (4, 5, 6)
 ) -> tuple[list[Row], list[Row]]:
@@ -84,7 +113,7 @@ def make_task(
     return everything[num_heldout:], everything[:num_heldout]
 
 
-def sft_examples(rows: Sequence[Row], seed: int, *, num_examples: int, noise: float) -> list[Row]:
+def sft_examples(rows: Sequence[Row], seed: int, *, num_examples: int, noise: float = 0.4) -> list[Row]:
     """Demonstrations for warm-up, a share of them wrong: two digits of the answer have changed places.
 
     A model that imitates them sorts only some of the time, which leaves the rest to reinforcement learning.

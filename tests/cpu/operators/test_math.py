@@ -59,3 +59,12 @@ def test_a_run_without_math_verify_ends_and_does_not_flag_every_row(monkeypatch:
     rows = RowBatch(columns, {"response": fr.SAMPLE.str, "answer": fr.PROMPT.str})
     with pytest.raises(OperatorError, match="needs math-verify"):
         run_operator(rewards.math.bind(), rows)
+
+
+def test_a_formula_is_evaluated_unless_only_the_last_number_is_judged():
+    # a policy that is paid for `math` alone learns to restate the sum instead of solving it
+    restated = "To find 8 + 3, we add the two numbers 8 + 3"
+    assert rewards.math(restated, "11") == 1.0
+    assert rewards.math(restated, "11", pattern=rewards.NUMBER) == 0.0
+    assert rewards.math("8 + 3 = 11.", "11", pattern=rewards.NUMBER) == 1.0
+    assert rewards.math("no number here", "11", pattern=rewards.NUMBER) == 0.0
