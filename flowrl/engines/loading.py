@@ -145,6 +145,9 @@ def _pretrained(name: str, place: Pretrained, head: str, dtype: torch.dtype) -> 
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineError(f"model '{name}' could not be loaded from {place.path}: {first}") from error
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()  # of its own: a file that is mapped may be written over
     return module
 
 
