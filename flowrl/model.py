@@ -67,7 +67,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}; found {self.schedule!r}; {nearest(self.schedule, SCHEDULES)}")
+            raise ConfigError(_one_of("schedule", self.schedule, SCHEDULES))
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule '{self.schedule}' needs total_steps, the optimizer step at which it ends")
         if not self.lr > 0:
@@ -110,8 +110,16 @@ class Model:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("precision", self.precision, PRECISIONS), ("head", self.head, HEADS), ("sampler", self.sampler, SAMPLERS)):
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("head", self.head, HEADS),
+            ("sampler", self.sampler, SAMPLERS),
+        ):
             if value not in known:
-                raise ConfigError(f"Model {name} is one of {', '.join(known)}; found {value!r}; {nearest(str(value), known)}")
+                raise ConfigError(_one_of(f"Model {name}", value, known))
         if self.micro_batch_tokens < 1 or self.sample_batch_tokens < 1:
             raise ConfigError("Model needs micro_batch_tokens and sample_batch_tokens of at least 1")
+
+
+def _one_of(what: str, found: object, known: Sequence[str]) -> str:
+    return f"{what} is one of {', '.join(known)}; found {found!r}; {nearest(str(found), known)}"

@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions, Stat, TokenRows, UpdateJob, UpdateReport
+from flowrl.engines.protocol import (
+    Host,
+    Sampled,
+    SampleRequest,
+    SamplingOptions,
+    Stat,
+    TokenRows,
+    UpdateJob,
+    UpdateReport,
+)
 from flowrl.errors import EngineError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.model import Model, Tokenizer
@@ -92,7 +101,9 @@ class NullHost:
 
     def _sample(self, request: SampleRequest, options: SamplingOptions, logp: np.ndarray) -> Sampled:
         if not len(request.prompt_ids):
-            raise EngineError(f"prompt '{request.key.prompt_id}' is empty; a model needs at least one token to go on from")
+            raise EngineError(
+                f"prompt '{request.key.prompt_id}' is empty; a model needs at least one token to go on from"
+            )
         generator = np.random.default_rng(request.key.number())
         known = self.answers.get(self.tokenizer.decode(list(request.prompt_ids)))
         if known:
@@ -130,7 +141,9 @@ class NullHost:
         return Ragged.like((self.weights[ids.values % WIDTH] + np.cos(ids.values) * 0.1).astype(np.float32), ids)
 
     def score(self, rows: TokenRows) -> np.ndarray:
-        return np.asarray([np.cos(_digest(ids.tobytes()) % 1000) + self.weights.sum() for ids in rows.response_ids], np.float32)
+        return np.asarray(
+            [np.cos(_digest(ids.tobytes()) % 1000) + self.weights.sum() for ids in rows.response_ids], np.float32
+        )
 
     def update(self, job: UpdateJob) -> UpdateReport:
         tokens = int(job.mask.values.sum())
@@ -154,7 +167,9 @@ class NullHost:
             column = flat[name]
             array = column.values if isinstance(column, Ragged) else np.asarray(column)
             digest.update(name.encode())
-            digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())
+            digest.update(
+                repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes()
+            )
         digest.update(repr((job.loss, job.average, job.average_length, job.epochs, job.minibatches)).encode())
         return digest.digest()
 

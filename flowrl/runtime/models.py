@@ -43,12 +43,13 @@ def rollout(node: Node, context: Context) -> Table:
     episodes = _episodes(node, context, host, prompts, environment)
     options = SamplingOptions(node["temperature"], node.get("top_p", 1.0), node.get("top_k", 0), node.get("stop", ()))
     active = episodes
+    names, stream = prompts["prompt_id"], context.path + node.name
     for turn in range(node.get("max_turns", 1)):
         requests = [
             SampleRequest(
                 [*e.prompt_ids, *e.ids],
                 e.budget,
-                SampleKey(context.seed, context.step, context.path + node.name, prompts["prompt_id"][e.row], e.index, turn),
+                SampleKey(context.seed, context.step, stream, names[e.row], e.index, turn),
             )
             for e in active
         ]
@@ -61,7 +62,9 @@ def rollout(node: Node, context: Context) -> Table:
         active = [e for e, a in zip(active, answers, strict=True) if _reply(e, a.ids, environment, host, last)]
         if not active:
             break
-    return result(context, node, _response_rows(node, host, prompts, episodes), "response_ids", "finish_reason", "num_turns")
+    return result(
+        context, node, _response_rows(node, host, prompts, episodes), "response_ids", "finish_reason", "num_turns"
+    )
 
 
 def _episodes(node: Node, context: Context, host: Host, prompts: RowBatch, environment: Any) -> list[_Episode]:
@@ -71,16 +74,19 @@ def _episodes(node: Node, context: Context, host: Host, prompts: RowBatch, envir
     for row, ids in enumerate(prompts["prompt_ids"]):
         name = prompts["prompt_id"][row]
         if len(ids) == 0:
-            raise DataError(f"prompt '{name}' has no tokens; a model needs at least one to go on from (node '{node.name}', {node.place})")
+            raise DataError(
+                f"prompt '{name}' has no tokens; a model needs at least one to go on from (node '{node.name}', {node.place})"
+            )
         if limit is not None and len(ids) >= limit:
             raise DataError(
                 f"prompt '{name}' has {len(ids)} tokens and the context of '{host.name}' holds {limit}, response included "
                 f"(node '{node.name}', {node.place}); shorten or filter the prompts, or raise Model(max_context=...)"
             )
         budget = asked if limit is None else min(asked, limit - len(ids))
+        prompt_ids = ids.tolist()  # shared by the prompt's episodes, none of which changes it
         for index in range(node["n"]):
             state = environment.reset({n: prompts[n][row] for n in prompts.names}) if environment is not None else None
-            made.append(_Episode(row, index, ids.tolist(), state, budget=budget))
+            made.append(_Episode(row, index, prompt_ids, state, budget=budget))
     return made
 
 
@@ -160,7 +166,9 @@ def tokenized(rows: RowBatch, host: Host) -> RowBatch:
     rows = tokenized_prompts(rows, host)
     if "response_ids" not in rows:
         if "response" not in rows:
-            raise DataError(f"rows need 'response' (text) or 'response_ids' for '{host.name}'; {nearest('response', rows.names)}")
+            raise DataError(
+                f"rows need 'response' (text) or 'response_ids' for '{host.name}'; {nearest('response', rows.names)}"
+            )
         end = [min(host.tokenizer.eos_ids)] if host.tokenizer.eos_ids else []
         encode = host.tokenizer.encode_continuation
         ids = Ragged.of([encode(text) + end for text in rows["response"]], np.int32)

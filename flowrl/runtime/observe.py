@@ -61,7 +61,9 @@ class Observation:
         self.progress.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.progress.__exit__(kind, error, trace)
         if error is None:
             self.run.status = "finished"
@@ -134,7 +136,12 @@ def _plain(value: Any) -> Any:
 
 
 def describe(
-    graph: Graph, notes: tuple[str, ...], models: Mapping[str, Model], data: Mapping[str, Data], options: Options, **run: Any
+    graph: Graph,
+    notes: tuple[str, ...],
+    models: Mapping[str, Model],
+    data: Mapping[str, Data],
+    options: Options,
+    **run: Any,
 ) -> dict[str, Any]:
     """What `run.json` says of a run: enough to know what ran, with what, on what."""
     return {
@@ -146,7 +153,10 @@ def describe(
         "models": {name: _model(model) for name, model in models.items()},
         "data": {name: {"rows": len(d), "columns": list(d.schema.names), "batch": d.batch} for name, d in data.items()},
         "options": {**asdict(options), "schedule": repr(options.schedule)},
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in ("flowrl", "torch", "transformers", "vllm", "pyarrow")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{p: _version(p) for p in ("flowrl", "torch", "transformers", "vllm", "pyarrow")},
+        },
     }
 
 

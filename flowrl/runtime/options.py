@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -32,7 +32,7 @@ class Options:
     """Sampled responses written per step."""
     checks: bool = True
     """Check the flow first; only tests of the runtime itself turn it off."""
-    schedule: Schedule = Sync()
+    schedule: Schedule = field(default_factory=Sync)
     """What the checks assume; a local run is always synchronous."""
 
     def __post_init__(self) -> None:
@@ -41,9 +41,11 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"option '{name}' is a whole number of at least 1; found {value!r}")
         if self.progress not in PROGRESS:
-            raise ConfigError(f"option 'progress' is one of {', '.join(PROGRESS)}; found {self.progress!r}; {nearest(str(self.progress), PROGRESS)}")
-        if isinstance(self.record, str):
-            raise ConfigError(f"option 'record' is a tuple of node names; found the string {self.record!r}: write ({self.record!r},)")
+            hint = nearest(str(self.progress), PROGRESS)
+            raise ConfigError(f"option 'progress' is one of {', '.join(PROGRESS)}; found {self.progress!r}; {hint}")
+        record: object = self.record
+        if isinstance(record, str):
+            raise ConfigError(f"option 'record' is a tuple of node names; found a string: write ({self.record!r},)")
 
     def updated(self, values: dict[str, Any]) -> Options:
         """The same options with some replaced; unknown names are refused with the nearest."""

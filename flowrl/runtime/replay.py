@@ -1,8 +1,8 @@
 """Run one node again from a recording: look at a step after the fact, with a breakpoint if you like.
 
-    run = fr.run_local(flow, steps=20, record=("*",), ...)
-    again = fr.replay(run, step=12, node="group_norm")
-    again.rows["advantage"], again.is_equal
+run = fr.run_local(flow, steps=20, record=("*",), ...)
+again = fr.replay(run, step=12, node="group_norm")
+again.rows["advantage"], again.is_equal
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _graph_of(run: Run | str | Path, folder: RunDir, flow: Flow | Graph | None) 
 def _host(graph: Graph, node: Node, source: str, models: Mapping[str, Any], engine: str, folder: RunDir) -> Any:
     name = root_model(graph, source)
     if name not in models:
-        raise ConfigError(f"node '{node.name}' runs model '{name}'; give it: replay(..., models={{'{name}': fr.Model(...)}})")
+        raise ConfigError(
+            f"node '{node.name}' runs model '{name}'; give it: replay(..., models={{'{name}': fr.Model(...)}})"
+        )
     value = models[name]
     model = value if isinstance(value, Model) else Model(str(value))
     use = USE_OF.get(node.kind, "source")

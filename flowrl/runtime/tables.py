@@ -103,7 +103,11 @@ def join(node: Node, context: Context) -> Table:
     for value, rows in zip(left[key], found, strict=True):
         if not collect and len(rows) != 1:
             what = "no partner" if not rows else f"{len(rows)} partners"
-            fix = "filter the left side first" if not rows else "reduce the right side to one row per key, or join(collect=True)"
+            fix = (
+                "filter the left side first"
+                if not rows
+                else "reduce the right side to one row per key, or join(collect=True)"
+            )
             raise DataError(f"node '{node.name}' ({node.place}): {key}={value!r} has {what} on the right; {fix}")
     made = left
     written = []
@@ -144,7 +148,9 @@ def _boundaries(rows: RowBatch, target: Granularity, node: Node) -> Ragged:
         column = rows[name]
         if rows.types[name].granularity is target and isinstance(column, Ragged):
             return column
-    raise OperatorError(f"node '{node.name}' ({node.place}) needs a {target!r} column in its rows to know their lengths")
+    raise OperatorError(
+        f"node '{node.name}' ({node.place}) needs a {target!r} column in its rows to know their lengths"
+    )
 
 
 def reduce(node: Node, context: Context) -> Table:
@@ -162,7 +168,9 @@ def reduce(node: Node, context: Context) -> Table:
     made = rows.select(kept).take(first)
     for name in kept:
         kind = rows.types[name]
-        numeric = kind.dtype in ("f16", "f32", "f64", "i32", "i64", "bool") and not kind.inner and kind.granularity is SAMPLE
+        numeric = (
+            kind.dtype in ("f16", "f32", "f64", "i32", "i64", "bool") and not kind.inner and kind.granularity is SAMPLE
+        )
         if numeric and how != "first":
             values = np.asarray([_reduce_array(rows[name][g], how) for g in groups])
             made = made.with_column(name, values, ColumnType(SAMPLE, "i32" if how == "count" else "f32"))
@@ -243,9 +251,7 @@ def buffer(node: Node, context: Context) -> Table:
     path = context.path + node.name
     kept = context.memory.buffers.get(path)
     if kept is None:
-        kept = context.memory.buffers[path] = ExperienceTable(
-            max_rows=node["capacity"], keep_together="buffer/key"
-        )
+        kept = context.memory.buffers[path] = ExperienceTable(max_rows=node["capacity"], keep_together="buffer/key")
     fresh = table.batch
     # groups of different steps are different groups even when their prompt is the same
     by = node.get("by")
@@ -317,9 +323,13 @@ def refill(node: Node, context: Context) -> Table:
         if missing <= 0 or data is None or rounds >= node["max_rounds"]:
             break
         prompts = unique_prompts(data.next(missing), f"r{rounds}")
-    context.log.extra.update({f"{node.name}/rounds": rounds, f"{node.name}/groups": groups, f"{node.name}/tried": tried})
+    context.log.extra.update(
+        {f"{node.name}/rounds": rounds, f"{node.name}/groups": groups, f"{node.name}/tried": tried}
+    )
     if groups < target:
-        why = f"after {rounds} rounds (max_rounds={node['max_rounds']})" if data else "and its prompts are not an input's"
+        why = (
+            f"after {rounds} rounds (max_rounds={node['max_rounds']})" if data else "and its prompts are not an input's"
+        )
         context.log.notes.append(f"{node.name}: {groups} of {target} groups passed '{node['keep'].short_name}' {why}")
     batch = RowBatch.concat(kept) if kept else rows.take(np.zeros(0, np.int64))
     return result(context, node, batch)

@@ -12,6 +12,7 @@ Shape letters used in names across the project:
 
 from __future__ import annotations
 
+import builtins
 import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -80,8 +81,8 @@ class Granularity(enum.Enum):
     def bytes(self) -> ColumnType:
         return ColumnType(self, "bytes")
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return self.value
+    def __repr__(self) -> builtins.str:
+        return self._name_
 
 
 PROMPT, SAMPLE, TURN, TOKEN = Granularity.PROMPT, Granularity.SAMPLE, Granularity.TURN, Granularity.TOKEN

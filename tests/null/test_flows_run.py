@@ -45,12 +45,22 @@ FLOWS: list[tuple[Flow, dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture(autouse=True)
 def _plain_math(monkeypatch):
     # math-verify is slow to import and not what is tested here
-    monkeypatch.setattr("flowrl_operators.rewards.math.function", lambda response, answer, **_: float(answer in response))
+    monkeypatch.setattr(
+        "flowrl_operators.rewards.math.function", lambda response, answer, **_: float(answer in response)
+    )
 
 
 def run(flow: Flow, config: dict[str, Any], inputs: dict[str, Any], **options: Any) -> fr.Run:
     return fr.run_local(
-        flow.graph(**config), steps=3, engine="null", out=None, progress="off", batch=4, max_tokens=12, **inputs, **options
+        flow.graph(**config),
+        steps=3,
+        engine="null",
+        out=None,
+        progress="off",
+        batch=4,
+        max_tokens=12,
+        **inputs,
+        **options,
     )
 
 
