@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from typing import TYPE_CHECKING
 
 import flowrl as fr
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 Row = dict[str, str]
 
@@ -66,6 +67,9 @@ def tiny_llama(
     seed: int, *, hidden_size: int = 96, num_layers: int = 2, num_heads: int = 4, max_length: int = 32
 ) -> LlamaForCausalLM:
     """A randomly initialised Llama in fp32; the same seed gives the same weights."""
+    import torch  # here, so that a flow beside it is checked without waiting for torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tokenizer = CharTokenizer()
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
