@@ -5,46 +5,76 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from flowrl.errors import WaitTimeout
 
+Call = Callable[[Callable[[], Any], str], Any]
+"""Runs a function under a limit; the text names it in errors."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[Call]:
+    """A way to call functions that may each take `seconds`; for many short calls, it is set up once.
+
+        with time_limit(30.0) as call:
+            answers = [call(lambda: function(row), f"row {i}") for i, row in enumerate(rows)]
+
+    A call that takes longer is a WaitTimeout. In the main thread it is interrupted where it is (a Unix alarm); elsewhere it
+    is left behind in a daemon thread. Under a debugger there is no limit, so that a breakpoint may be looked at for as long
+    as it takes.
+    """
+    if seconds is None:
+        yield _without_limit
+    elif threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        before = signal.signal(signal.SIGALRM, _expire)
+        try:
+            yield lambda function, what: _with_alarm(function, seconds, what)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    else:
+        yield lambda function, what: _with_thread(function, seconds, what)
+
 
 def call_with_timeout(function: Callable[[], Any], seconds: float | None, what: str) -> Any:
-    """`function()`, or WaitTimeout naming `what` after `seconds`.
-
-    In the main thread the call is interrupted where it is (a Unix alarm); elsewhere it is left behind in a daemon thread.
-    Under a debugger there is no limit, so that a breakpoint may be looked at for as long as it takes.
-    """
-    if seconds is None or sys.gettrace() is not None:
-        return function()
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-        return _with_alarm(function, seconds, what)
-    return _with_thread(function, seconds, what)
+    """`function()`, or WaitTimeout naming `what` after `seconds`; see `time_limit`."""
+    with time_limit(seconds) as call:
+        return call(function, what)
 
 
 class _Expired(BaseException):
     """Passes through a user's `except Exception`."""
 
 
-def _with_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
-    def expire(number: int, frame: FrameType | None) -> None:
+def _expire(number: int, frame: FrameType | None) -> None:
+    if sys.gettrace() is None:  # a breakpoint inside the function has no limit either
         raise _Expired
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+def _without_limit(function: Callable[[], Any], what: str) -> Any:
+    return function()
+
+
+def _with_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
+    if sys.gettrace() is not None:
+        return function()
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         return function()
     except _Expired:
         raise WaitTimeout(f"{what} took longer than {seconds:g} s") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        if not left:  # it rang, or the function used the alarm for itself and may have left its own handler behind
+            signal.signal(signal.SIGALRM, _expire)
 
 
 def _with_thread(function: Callable[[], Any], seconds: float, what: str) -> Any:
+    if sys.gettrace() is not None:
+        return function()
     result: list[Any] = []
     failure: list[BaseException] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from flowrl.errors import MissingExtra, OperatorError, SchemaError, WaitTimeout
 from flowrl.graph.code import Place, place_of
 from flowrl.graph.operators import Keep, OperatorCall, Read, State
 from flowrl.graph.values import thaw
-from flowrl.runtime.guard import call_with_timeout
+from flowrl.runtime.guard import Call, time_limit
 from flowrl.schema.columns import Column
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import ROW_ERROR
@@ -43,12 +43,13 @@ def run_operator(call: OperatorCall, rows: RowBatch, *, state: State | None = No
     if call.state_param:
         config[call.state_param] = state if state is not None else State()
     inputs = {read.param: read_column(rows, read, call.short_name) for read in call.reads}
-    work = _Work(call, function, config, place or Place())
-    if call.each_row:
-        return _each_row(work, rows, inputs)
-    if call.locality.kind == "group":
-        return _per_group(work, rows, inputs)
-    columns, mask = work.call(inputs, len(rows), "all rows")
+    with time_limit(call.timeout_s) as limited:
+        work = _Work(call, function, config, place or Place(), limited)
+        if call.each_row:
+            return _each_row(work, rows, inputs)
+        if call.locality.kind == "group":
+            return _per_group(work, rows, inputs)
+        columns, mask = work.call(inputs, len(rows), "all rows")
     return Applied(_with_written(rows, call, columns), mask)
 
 
@@ -72,14 +73,14 @@ class _Work:
     function: Callable[..., Any]
     config: dict[str, Any]
     place: Place
+    limited: Call
+    """Calls the function under the operator's time limit."""
 
     def call(self, inputs: Mapping[str, Any], count: int, which: str) -> tuple[dict[str, Array], np.ndarray | None]:
         """Call the function on `count` rows and return ({written column: values}, mask)."""
         name = self.operator.short_name
         try:
-            returned = call_with_timeout(
-                lambda: self.function(*inputs.values(), **self.config), self.operator.timeout_s, f"operator '{name}'"
-            )
+            returned = self.limited(lambda: self.function(*inputs.values(), **self.config), f"operator '{name}'")
         except Exception as error:  # whatever a user's function raises is reported with its place, and chained
             raise self.failure(error, which) from error
         return self.unpack(returned, count, which)
@@ -153,6 +154,12 @@ def _per_group(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) 
 def _take(column: Array | None, indices: np.ndarray) -> Array | None:
     if column is None:
         return None
+    start, stop = int(indices[0]), int(indices[-1]) + 1
+    if stop - start == len(indices):  # indices of a group ascend, so they are a range: neighbours, read where they lie
+        if not isinstance(column, Ragged):
+            return column[start:stop]
+        first, last = column.offsets[start], column.offsets[stop]
+        return Ragged(column.values[first:last], column.offsets[start : stop + 1] - first)
     return readonly(column.take(indices) if isinstance(column, Ragged) else column[indices])
 
 
@@ -167,9 +174,11 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
     errors = [""] * len(rows)
     parts: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in operator.writes}
     key = "sample_id" if "sample_id" in rows else "prompt_id" if "prompt_id" in rows else ""
+    names: Sequence[Any] = rows[key] if key else range(len(rows))
+    columns = [_row_values(column, len(rows)) for column in inputs.values()]
     for index in range(len(rows)):
-        mine = [None if column is None else _plain(column[index]) for column in inputs.values()]
-        which = f"row {rows[key][index]!r}" if key else f"row {index}"
+        mine = [column[index] for column in columns]
+        which = f"row {names[index]!r}"
         try:
             values = _row_answer(work, mine, which)
         except (OperatorError, WaitTimeout) as error:
@@ -190,16 +199,17 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
     return Applied(rows, None, failed)
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+def _row_values(column: Array | None, count: int) -> Sequence[Any]:
+    """What a function of one row gets: plain Python values, arrays for what is ragged or has inner lengths."""
+    if column is None:
+        return [None] * count
+    return list(column) if isinstance(column, Ragged) or column.ndim > 1 else column.tolist()
 
 
 def _row_answer(work: _Work, values: list[Any], which: str) -> dict[str, Any]:
     name = work.operator.short_name
     try:
-        answer = call_with_timeout(
-            lambda: work.function(*values, **work.config), work.operator.timeout_s, f"operator '{name}' on {which}"
-        )
+        answer = work.limited(lambda: work.function(*values, **work.config), f"operator '{name}' on {which}")
     except WaitTimeout as error:
         raise OperatorError(f"{error} ({place_of(work.function)}, used at {work.place})") from error
     except Exception as error:  # reported with its place, or flagged on its row

@@ -1,0 +1,32 @@
+"""Run a benchmark: `python -m benchmarks NAME [options]`; without a name, list them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+BENCHMARKS = {
+    "lines": "how long the flows of examples/ are",
+    "graph": "import, building and checking a flow, a step without a model",
+    "overhead": "a step of a flow against the same step written by hand",
+    "trl_grpo": "GRPO on a tiny model against TRL's GRPOTrainer (makes an environment of its own at first)",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("python -m benchmarks NAME [--quick] [--save] [options]      --help after a name lists its options\n")
+        for name, what in BENCHMARKS.items():
+            print(f"  {name:10} {what}")
+        return 0
+    if argv[0] not in BENCHMARKS:
+        print(f"there is no benchmark '{argv[0]}'; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return int(importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:]) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
