@@ -20,6 +20,7 @@ from flowrl.graph.nodes import Graph, Node
 from flowrl.runtime import models, tables
 from flowrl.runtime.context import Context, Memory, StepLog, Table, Value, Version
 from flowrl.runtime.data import Data
+from flowrl.schema.types import PROMPT
 from flowrl.store.rows import RowBatch
 
 HANDLERS: dict[str, Callable[[Node, Context], Value]] = {
@@ -113,7 +114,10 @@ class Executor:
     def _input(self, node: Node) -> Value:
         if node["kind"] == "weights":
             return Version(self.hosts[node.name])
-        return Table(tables.unique_prompts(self.data[node.name].next()))
+        rows = self.data[node.name].next()
+        # a prompt drawn twice is two prompts; of rows that are responses, those of one prompt are siblings
+        is_prompts = all(kind.granularity is PROMPT for kind in rows.types.values())
+        return Table(tables.unique_prompts(rows) if is_prompts else rows)
 
     def _run_body(self, context: Context, node: Node, prompts: RowBatch, number: int) -> RowBatch:
         """One round of a node that holds a sub-graph."""

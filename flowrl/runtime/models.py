@@ -12,6 +12,7 @@ from flowrl.errors import DataError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Node
 from flowrl.runtime.context import Context, Table, Version, result
+from flowrl.runtime.tables import unique_prompts
 from flowrl.schema import standard as s
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.ragged import Ragged
@@ -38,7 +39,7 @@ class _Episode:
 
 def rollout(node: Node, context: Context) -> Table:
     host, prompts = context.host(node), context.rows(node)
-    prompts = tokenized_prompts(prompts, host)
+    prompts = unique_prompts(tokenized_prompts(prompts, host))
     environment = node["environment"].build() if node.get("environment") is not None else None
     episodes = _episodes(node, context, host, prompts, environment)
     options = SamplingOptions(node["temperature"], node.get("top_p", 1.0), node.get("top_k", 0), node.get("stop", ()))

@@ -337,12 +337,21 @@ def refill(node: Node, context: Context) -> Table:
 
 def unique_prompts(rows: RowBatch, mark: str = "") -> RowBatch:
     """Give repeated prompts of one step names of their own, so that their groups and random streams stay apart."""
-    seen: dict[str, int] = {}
+    taken = set(rows["prompt_id"])
+    counts: dict[str, int] = {}
     names = []
     for name in rows["prompt_id"]:
-        count = seen[name] = seen.get(name, 0) + 1
-        suffix = f"{mark}.{count}" if mark and count > 1 else mark or (str(count) if count > 1 else "")
-        names.append(f"{name}~{suffix}" if suffix else name)
+        count = counts.get(name, 0) + 1
+        while (made := _marked(name, mark, count)) != name and made in taken:  # the data may use such a name itself
+            count += 1
+        counts[name] = count
+        taken.add(made)
+        names.append(made)
     if names == list(rows["prompt_id"]):
         return rows
     return rows.with_column("prompt_id", np.asarray(names, dtype=object), s.PROMPT_ID.type)
+
+
+def _marked(name: str, mark: str, count: int) -> str:
+    suffix = ".".join(part for part in (mark, str(count) if count > 1 else "") if part)
+    return f"{name}~{suffix}" if suffix else name
