@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples import grpo_by_hand
-from examples.tiny import CharTokenizer, Row, make_task, tiny_llama
+from examples.tiny import MAX_TOKENS, CharTokenizer, Row, make_task, tiny_llama
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Settings:
     prompts: int = 64
     """A step."""
     group_size: int = 8
-    max_tokens: int = grpo_by_hand.MAX_NEW_TOKENS
+    max_tokens: int = MAX_TOKENS
     lr: float = 3e-4
     clip: float = 0.2
     eps: float = 1e-4

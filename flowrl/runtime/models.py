@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.engines.protocol import Host, SampleKey, SampleRequest, SamplingOptions, TokenRows, UpdateJob
+from flowrl.engines.protocol import Host, SampleKey, SampleRequest, SamplingOptions, TokenRows, UpdateJob, UpdateReport
 from flowrl.errors import DataError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Node
@@ -20,7 +20,7 @@ from flowrl.schema.types import TOKEN
 from flowrl.store.rows import RowBatch
 
 
-@dataclass
+@dataclass(slots=True)
 class _Episode:
     """One response being sampled, turn by turn."""
 
@@ -30,8 +30,8 @@ class _Episode:
     state: Any = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    """Per token: the policy sampled it (and not the environment)."""
+    foreign: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of `ids` that the environment wrote and the policy did not sample."""
     finish_reason: str = ""
     turns: int = 0
     budget: int = 0
@@ -94,7 +94,6 @@ def _episodes(node: Node, context: Context, host: Host, prompts: RowBatch, envir
 def _add_turn(episode: _Episode, ids: list[int], logprobs: list[float], reason: str) -> None:
     episode.ids += ids
     episode.logprobs += logprobs
-    episode.sampled += [True] * len(ids)
     episode.budget -= len(ids)
     episode.finish_reason = reason
     episode.turns += 1
@@ -109,9 +108,9 @@ def _reply(episode: _Episode, turn_ids: list[int], environment: Any, host: Host,
     if last or episode.budget <= len(added):
         episode.finish_reason = "length"
         return False
+    episode.foreign.append((len(episode.ids), len(episode.ids) + len(added)))
     episode.ids += added
     episode.logprobs += [0.0] * len(added)
-    episode.sampled += [False] * len(added)
     episode.budget -= len(added)
     episode.finish_reason = "environment"
     return True
@@ -129,7 +128,7 @@ def _response_rows(node: Node, host: Host, prompts: RowBatch, episodes: list[_Ep
         (s.RESPONSE, [tokens.decode(_visible(e, tokens.eos_ids)) for e in episodes]),
         (s.RESPONSE_IDS, ids),
         (s.RESPONSE_MASK, Ragged.like(np.ones(len(ids.values), bool), ids)),
-        (s.LOSS_MASK, Ragged.of([e.sampled for e in episodes], bool)),
+        (s.LOSS_MASK, Ragged.like(_sampled(episodes, ids), ids)),
         (s.ROLLOUT_LOGPROBS, Ragged.of([e.logprobs for e in episodes], np.float32)),
         (s.FINISH_REASON, [e.finish_reason for e in episodes]),
         (s.NUM_TURNS, np.asarray([e.turns for e in episodes], np.int32)),
@@ -143,6 +142,15 @@ def _response_rows(node: Node, host: Host, prompts: RowBatch, episodes: list[_Ep
         values = np.asarray(values, dtype=object) if isinstance(values, list) else values
         rows = rows.with_column(column.name, values, column.type)
     return rows
+
+
+def _sampled(episodes: list[_Episode], ids: Ragged) -> np.ndarray:
+    """[T] true where the policy sampled the token (and the environment did not write it)."""
+    mask = np.ones(len(ids.values), bool)
+    for episode, start in zip(episodes, ids.offsets[:-1].tolist(), strict=True):
+        for first, last in episode.foreign:
+            mask[start + first : start + last] = False
+    return mask
 
 
 def _visible(episode: _Episode, eos_ids: frozenset[int]) -> list[int]:
@@ -236,6 +244,7 @@ def update(node: Node, context: Context) -> Version:
     table, host = context.table(node), context.host(node)
     if not len(table.batch):
         context.log.notes.append(f"{node.name}: no rows, so '{host.name}' keeps its weights")
+        context.log.updates.append((context.path + node.name, UpdateReport()))
         return Version(host)
     rows = tokenized(table.batch, host)
     mask = rows[node.get("mask", "loss_mask")]
@@ -265,6 +274,10 @@ def update(node: Node, context: Context) -> Version:
     report = host.update(job)
     if report.skipped:
         context.log.notes.append(f"{node.name}: {report.skipped} optimizer steps skipped, not finite")
+    elif not report.steps:
+        context.log.notes.append(
+            f"{node.name}: no token of {len(rows)} rows trains, so '{host.name}' keeps its weights"
+        )
     context.log.updates.append((context.path + node.name, report))
     return Version(host)
 
