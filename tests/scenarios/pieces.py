@@ -126,9 +126,10 @@ class ScriptHost(NullHost):
         return found
 
 
-def run(flow: Any, *, engine: str = "torch", **inputs: Any) -> fr.Run:
-    """A run that writes and shows nothing."""
-    return fr.run_local(flow, engine=engine, out=None, progress="off", **inputs)
+def run(flow: Any, *, engine: str = "torch", out: Any = None, **inputs: Any) -> fr.Run:
+    """A run that shows nothing and, without `out`, writes nothing; of data given as a list, each step takes every row."""
+    inputs = {name: fr.Data(value, batch="all") if isinstance(value, list) else value for name, value in inputs.items()}
+    return fr.run_local(flow, engine=engine, out=out, progress="off", **inputs)
 
 
 def policy(module: Any, tokenizer: Any, **options: Any) -> fr.Model:

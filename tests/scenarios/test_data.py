@@ -109,7 +109,7 @@ def test_a_batch_of_one_has_the_types_of_a_larger_one(count: int) -> None:
     # every value equal, which collapsing code takes for a constant
     rows = [{"prompt": "p", "answer": "same", "tags": ["t", "u"], "embedding": [1.0, 1.0, 1.0]}] * count
     shapes.clear()
-    found = run(looked_at, engine="null", prompts=fr.Data(rows, batch="all"), policy=fr.Model({"p": ["a"]})).rows()
+    found = run(looked_at, engine="null", prompts=rows, policy=fr.Model({"p": ["a"]})).rows()
     assert shapes == [((count,), [2] * count, [3] * count, (count,))]
     assert {name: str(found.types[name]) for name in ("answer", "tags", "embedding", "response_ids", "reward")} == {
         "answer": "PROMPT.str", "tags": "PROMPT.str['*']", "embedding": "PROMPT.f32['*']", "response_ids": "TOKEN.i32",
@@ -130,7 +130,7 @@ def grpo(prompts, policy, *, n=4):
 
 
 def test_a_data_set_of_one_row_is_drawn_again_and_again() -> None:
-    inputs = {"prompts": [{"prompt": "1+2="}], "policy": fr.Model(None)}
+    inputs = {"prompts": fr.Data([{"prompt": "1+2="}]), "policy": fr.Model(None)}
     done = run(grpo, engine="null", steps=3, batch=1, max_tokens=4, **inputs)
     assert done.status == "finished"
     # a batch larger than the data set: the same prompt several times, each with a group and a stream of its own
