@@ -91,14 +91,22 @@ class GrowingLayer(DynamicLayer):
     room_values: Tensor
     used = 0
 
+    def __init__(self, most: int) -> None:
+        """
+        Args:
+            most: tokens it will hold in the end.
+        """
+        super().__init__()
+        self.most = most
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append [B, heads, q, D]; return all there is so far."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         start, end = self.used, self.used + key_states.shape[-2]
         if self.room_keys is None or self.room_keys.shape[-2] < end:
-            room = max(end + ROOM, end + end // 2)
-            self.room_keys = self._moved(self.room_keys, key_states, room)
-            self.room_values = self._moved(self.room_values if start else None, value_states, room)
+            room = max(end, min(self.most, end + max(ROOM, end // 2)))
+            self.room_keys = self._moved(self.keys if start else None, key_states, room)
+            self.room_values = self._moved(self.values if start else None, value_states, room)
         self.room_keys[..., start:end, :] = key_states
         self.room_values[..., start:end, :] = value_states
         self._show(end)
@@ -107,13 +115,16 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep (or repeat) rows of the batch."""
         if self.room_keys is not None:
-            self.room_keys, self.room_values = self.room_keys[indices], self.room_values[indices]
+            room = self.room_keys.shape[-2]
+            self.room_keys = self._moved(self.keys[indices], self.keys, room)
+            self.room_values = self._moved(self.values[indices], self.values, room)
             self._show(self.used)
 
     def _moved(self, old: Tensor | None, like: Tensor, room: int) -> Tensor:
-        new = like.new_empty((*like.shape[:-2], room, like.shape[-1]))
+        shape = like.shape if old is None else old.shape
+        new = like.new_empty((*shape[:-2], room, shape[-1]))
         if old is not None:
-            new[..., : self.used, :] = old[..., : self.used, :]
+            new[..., : self.used, :] = old
         return new
 
     def _show(self, end: int) -> None:
@@ -122,11 +133,11 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self.room_keys[..., :end, :], self.room_values[..., :end, :]
 
 
-def new_cache(module: nn.Module) -> DynamicCache:
-    """An empty cache of the layers the module needs (full, sliding, recurrent), full ones with room ahead."""
+def new_cache(module: nn.Module, most: int) -> DynamicCache:
+    """An empty cache of the layers the module needs (full, sliding, recurrent), full ones with room ahead for `most` tokens."""
     config = getattr(module, "config", None)
     cache = DynamicCache(config=config) if hasattr(config, "get_text_config") else DynamicCache()
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer(most) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
@@ -284,7 +295,7 @@ class Decoding:
         self.most = max(limits)
         module = sampler.module
         self.device = next(module.parameters()).device
-        self.cache = new_cache(module)
+        self.cache = new_cache(module, max(len(r.prompt_ids) for r in requests) + self.most)
         is_full = all(isinstance(layer, GrowingLayer) for layer in self.cache.layers)
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         self.ready_mask = is_full and implementation == "sdpa"

