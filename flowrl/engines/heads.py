@@ -59,7 +59,12 @@ def with_head(name: str, module: nn.Module, kind: str, *, seed: int) -> tuple[nn
     with a zero head no gradient would reach the transformer at first.
     """
     if find_head(module) is not None:
-        return module, False
+        if isinstance(getattr(module, "base_model", None), nn.Module):
+            return module, False
+        raise EngineError(
+            f"model '{name}' has a head, and {type(module).__name__} has no base_model from which its hidden states would come; "
+            "give it a property base_model, a module whose first output is [B, L, H]"
+        )
     base = getattr(module, "base_model", module)
     width = hidden_size(base)
     if width is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,12 @@ class TorchHost:
         self.weights = Weights(name, self.module)
         self.forward = Forward(name, self.module, head=model.head, vocab_size=self.tokenizer.vocab_size)
         self.num_ids = embedding_rows(name, self.module)
+        self._checkpointed: list[torch.nn.Module] = []
         self.trainer: Trainer | None = None
         if trains:
             self.weights.make_masters(PRECISIONS[model.precision])
             if model.gradient_checkpointing:
-                _checkpoint_layers(name, self.module)
+                self._checkpointed = _checkpointed_layers(name, self.module)
             self.trainer = Trainer(
                 self.forward,
                 self.weights,
@@ -226,7 +228,9 @@ class TorchHost:
         """Take the job's optimizer steps; the version rises by one when any was taken."""
         if self.trainer is None:
             raise EngineError(f"model '{self.name}' was not opened for 'update'; it has no optimizer")
-        report = self.trainer.update(self._with_old_logprobs(job), self.num_ids)
+        job = self._with_old_logprobs(job)
+        with _recomputing(self._checkpointed):
+            report = self.trainer.update(job, self.num_ids)
         if report.steps:
             self.version += 1
         return report
@@ -271,6 +275,7 @@ class TorchHost:
             self._start_sum = self._start_sum or self.weights.checksum()
             return {**state, "unchanged": self._start_sum}
         state["weights"] = self.weights.export()
+        state["has_masters"] = self.weights.has_masters
         if self.trainer is not None:
             state.update(self.trainer.state())
         return state
@@ -281,6 +286,8 @@ class TorchHost:
         Errors: EngineError naming what does not fit.
         """
         if "weights" in state:
+            if state.get("has_masters"):  # an average in bf16 goes on from its fp32 masters
+                self.weights.make_masters(self.weights.dtype)
             self.weights.load(state["weights"])
         elif "unchanged" in state and state["unchanged"] != self.weights.checksum():
             raise EngineError(
@@ -316,12 +323,23 @@ class TorchHost:
         self.trainer = None
 
 
-def _checkpoint_layers(name: str, module: Any) -> None:
-    """Recompute activations in the backward pass. The layers' own flag is set and not their children's, so dropout stays off."""
+def _checkpointed_layers(name: str, module: Any) -> list[torch.nn.Module]:
+    """The layers whose activations are to be recomputed in the backward pass."""
     enable = getattr(module, "gradient_checkpointing_enable", None)
     if not callable(enable):
         raise EngineError(f"model '{name}': {type(module).__name__} has no gradient checkpointing; leave it off")
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in module.modules():
-        if getattr(layer, "gradient_checkpointing", False):
-            layer.training = True
+    return [layer for layer in module.modules() if getattr(layer, "gradient_checkpointing", False)]
+
+
+@contextmanager
+def _recomputing(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let layers recompute: they do so in training mode only, in which they would also refuse the sampler's cache. Their own
+    flag is set and not their children's, so dropout stays off."""
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

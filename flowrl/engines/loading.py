@@ -156,7 +156,7 @@ def _given(name: str, source: Any, seed: int) -> nn.Module:
         return copy.deepcopy(source)
     if callable(source):
         # models of a run that name one function start equal, whatever was drawn before
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             built = source()
         if isinstance(built, nn.Module):

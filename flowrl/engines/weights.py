@@ -30,7 +30,13 @@ class Weights:
         kept = module.state_dict(keep_vars=True)
         self.buffers: dict[str, Tensor] = {n: b for n, b in module.named_buffers() if n in kept}
         self.masters: dict[str, Tensor] = dict(self.parameters)
-        self._mastered = False
+        self.has_masters = False
+        """True when the module is in lower precision and fp32 masters lead it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the module."""
+        return next(iter(self.parameters.values())).dtype
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) as the module holds them: what a sampler loads."""
@@ -39,9 +45,9 @@ class Weights:
 
     def make_masters(self, dtype: torch.dtype) -> None:
         """Bring the module to `dtype` and, where that is not fp32, keep fp32 masters in which gradients add up."""
-        if self._mastered or dtype == torch.float32:
+        if self.has_masters or dtype == torch.float32:
             return
-        self._mastered = True
+        self.has_masters = True
         for name, parameter in self.parameters.items():
             master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
@@ -61,7 +67,7 @@ class Weights:
         """self = decay * self + (1 - decay) * source, in place; buffers are copied. Names and shapes must be equal."""
         self.match({n: tuple(t.shape) for n, t in source.masters.items()}, f"model '{source.name}'")
         if decay > 0:
-            self.make_masters(next(iter(self.parameters.values())).dtype)
+            self.make_masters(self.dtype)
         for name, master in self.masters.items():
             theirs = source.masters[name].to(master.device, master.dtype)
             if decay > 0:

@@ -136,6 +136,16 @@ def test_heads_save_and_load_with_transformers(kit, family_name, tmp_path):
         np.testing.assert_allclose(getattr(before, "values", before), getattr(after, "values", after), atol=1e-5)
 
 
+def test_a_head_needs_the_states_it_reads(kit):
+    class Headed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score = torch.nn.Linear(4, 1)
+
+    with pytest.raises(EngineError, match="Headed has no base_model"):
+        kit.open(Headed(), "score", head="reward")
+
+
 def test_an_untrained_head_is_not_used_for_scoring(kit):
     with pytest.raises(EngineError, match="no trained reward head"):
         kit.open(kit.families["llama"](), "score", head="reward")
@@ -183,6 +193,11 @@ def test_a_slow_average_moves_in_bf16(kit):
         target.blend(source, 0.999)
     np.testing.assert_allclose(target.weights.export()["table"], 0.999**500, atol=1e-4)
     np.testing.assert_allclose(target.module.table.float(), 0.999**500, atol=3e-3)
+    resumed = kit.open(ones, "logprobs", precision="bf16", tokenizer=kit.letters(vocab_size=4))
+    resumed.restore(target.state())
+    for host in (target, resumed):
+        host.blend(source, 0.999)
+    np.testing.assert_array_equal(resumed.weights.export()["table"], target.weights.export()["table"])
 
 
 def test_the_sampler_uses_the_newest_weights(kit):

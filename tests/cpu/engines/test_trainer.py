@@ -179,16 +179,27 @@ def test_capped_logits_are_noticed(kit):
     assert not kit.open(kit.families["gemma2"](), "update").forward.split
 
 
-def test_checkpointed_layers_give_the_same_gradients(kit):
+def test_checkpointed_layers_give_the_same_gradients(kit, family):
     rows = kit.random_rows(5, seed=3)
     columns = columns_of(rows)
-    found = []
+    found, ran = [], []
     for on in (False, True):
-        # with dropout configured: it must stay off although checkpointing belongs to training mode
-        host = kit.open(kit.families["gpt2"](), "update", gradient_checkpointing=on)
+        # GPT-2's config asks for dropout: it must stay off although checkpointing belongs to training mode
+        host = kit.open(family(), "generate", "update", gradient_checkpointing=on)
+        before = host.generate(kit.requests([[5, 6, 7]]), SamplingOptions())
+        layers = [m for m in host.module.modules() if type(m).__name__.endswith(("DecoderLayer", "GPT2Block"))]
+        calls = [0]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
         host.update(kit.job(rows, reinforce(), columns=columns))
+        ran.append(calls[0])
         found.append(kit.gradients(host))
+        assert len(before[0].ids) == len(before[0].logprobs)
+        after = host.generate(kit.requests([[5, 6, 7]]), SamplingOptions())  # with its cache, as before
+        again = kit.rows([[5, 6, 7]], [after[0].ids])
+        np.testing.assert_allclose(after[0].logprobs, host.logprobs(again).values, atol=1e-5)
     kit.assert_equal_gradients(found[1], found[0])
+    assert ran[1] == 2 * ran[0] > 0  # every layer ran once more, in the backward pass
 
 
 def test_dropout_is_off_so_that_ratios_start_at_one(kit):
