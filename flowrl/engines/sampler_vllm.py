@@ -536,6 +536,9 @@ def export_config(module: Any, folder: str) -> None:
     config = copy.deepcopy(module.config)
     if not getattr(config, "architectures", None):
         config.architectures = [type(module).__name__]
+    # the module's weights are plain numbers, however they were stored (a GGUF file says it is quantised)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     config.save_pretrained(folder)
 
 
