@@ -1,11 +1,12 @@
 """Flows: functions from handles to handles.
 
-@fr.flow
-def grpo(prompts, policy, ref, *, group_size=8): ...
+Example:
+    @fr.flow
+    def grpo(prompts, policy, ref, *, group_size=8): ...
 
-grpo.graph(group_size=4)        # the graph
-grpo(group_size=4)              # the same
-grpo(prompts, policy, ref)      # inside another flow: its nodes are added there
+    grpo.graph(group_size=4)        # the graph
+    grpo(group_size=4)              # the same
+    grpo(prompts, policy, ref)      # inside another flow: its nodes are added there
 """
 
 from __future__ import annotations

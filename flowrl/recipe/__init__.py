@@ -1,9 +1,10 @@
 """A complete run as a value: flow, inputs and options, frozen; loadable as `module:function` or from a settings file.
 
-def small() -> Recipe:
-    return Recipe(grpo(group_size=4), {"prompts": data, "policy": fr.Model("path")}, steps=100)
+Example:
+    def small() -> Recipe:
+        return Recipe(grpo(group_size=4), {"prompts": data, "policy": fr.Model("path")}, steps=100)
 
-flowrl run my_project/runs.py:small
+    # flowrl run my_project/runs.py:small
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A data set for a flow's input, and the place where a run is in it.
 
-Data(rows)                      list of dicts, Arrow table, Hugging Face data set, RowBatch, JSONL or Parquet path
-  .schema                       what it offers to the flow
-  .next(count)                  the next rows; every row once per epoch, reshuffled by (seed, epoch)
-  .state() / .restore(state)    where it is
+Example:
+    Data(rows)                      list of dicts, Arrow table, Hugging Face data set, RowBatch, JSONL or Parquet path
+      .schema                       what it offers to the flow
+      .next(count)                  the next rows; every row once per epoch, reshuffled by (seed, epoch)
+      .state() / .restore(state)    where it is
 """
 
 from __future__ import annotations

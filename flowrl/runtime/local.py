@@ -1,7 +1,8 @@
 """Run a flow in this process: eager, one step after the other, every operator open to pdb, print and pytest.
 
-run = fr.run_local(grpo(group_size=4), steps=100, prompts=data, policy=fr.Model("path"), ref=fr.Model("path"))
-run.metrics[-1]["reward/mean"], run.path, run.model("policy")
+Example:
+    run = fr.run_local(grpo(group_size=4), steps=100, prompts=data, policy=fr.Model("path"), ref=fr.Model("path"))
+    run.metrics[-1]["reward/mean"], run.path, run.model("policy")
 """
 
 from __future__ import annotations

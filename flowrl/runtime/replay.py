@@ -1,8 +1,9 @@
 """Run one node again from a recording: look at a step after the fact, with a breakpoint if you like.
 
-run = fr.run_local(flow, steps=20, record=("*",), ...)
-again = fr.replay(run, step=12, node="group_norm")
-again.rows["advantage"], again.is_equal
+Example:
+    run = fr.run_local(flow, steps=20, record=("*",), ...)
+    again = fr.replay(run, step=12, node="group_norm")
+    again.rows["advantage"], again.is_equal
 """
 
 from __future__ import annotations

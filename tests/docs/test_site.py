@@ -1,5 +1,6 @@
 """The documentation builds in strict mode: no broken link, no page left out, no reference that is not found."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,3 +14,14 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
     assert (tmp_path / "site" / "reference" / "index.html").is_file()
+
+
+def test_examples_of_docstrings_are_code() -> None:
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = 'What it is.\n\nExample:\n    run.metrics[-1]["reward/mean"]\n\n    if x:\n        y\n\nArgs:\n    x: a number.\n'
+    shown = '```python\nrun.metrics[-1]["reward/mean"]\n\nif x:\n    y\n```\n'
+    assert module.fenced(text) == f"What it is.\n\n{shown}\nArgs:\n    x: a number.\n"
+    assert module.fenced("An Example: here.\n") == "An Example: here.\n"
