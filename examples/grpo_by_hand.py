@@ -4,15 +4,15 @@
 
     prompts -> sample a group for each -> reward 0/1 -> advantage within the group -> one clipped step -> prompts ...
 
-A short supervised warm-up leaves the policy sorting digits right about a third of the time. GRPO does the rest, from
-the reward alone, and the held-out prompts say so.
+A short supervised warm-up on demonstrations, 40 % of them wrong, leaves a policy that sorts digits right about one time
+in four. GRPO does the rest, from the reward alone, and prompts held out of training say so.
 
 Left out on purpose, because a small run on one CPU does not need it:
 
 - a reference model and a KL penalty: the task has one right answer, so there is nothing to drift away from;
 - a second pass over a rollout: with one step per rollout the ratio is 1 when the step is taken, and the clip never
   binds. It stays, because it is the loss; `max |ratio - 1|` in the log shows that sampler and trainer agree;
-- a value model, an entropy bonus and a learning-rate schedule: a small learning rate keeps the policy exploring;
+- a value model and an entropy bonus: a modest learning rate, falling to 0, keeps the policy exploring while it matters;
 - micro-batches, devices, checkpoints: everything fits, on one device, in two minutes.
 
 Shape letters:  P prompts   G responses of one prompt   N = P * G   T tokens   V vocabulary
@@ -30,10 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from examples.tiny import CharTokenizer, Row, make_task, score, sft_examples, tiny_llama
+from examples.tiny import MAX_TOKENS, CharTokenizer, Row, make_task, score, sft_examples, tiny_llama
 
 TOKENIZER = CharTokenizer()
-MAX_NEW_TOKENS = 7  # six digits and the end of the sequence
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def sample(policy: LlamaForCausalLM, prompts: list[str], n: int, generator: torc
         logprobs.append(logprobs_NV.gather(1, ids_N[:, None]).squeeze(1))
         mask = torch.cat([mask, alive_N[:, None].long()], dim=1)
         alive_N = alive_N & (ids_N != TOKENIZER.eos_id)
-        if len(ids) == MAX_NEW_TOKENS or not alive_N.any():
+        if len(ids) == MAX_TOKENS or not alive_N.any():
             break
         logits_NV = policy(
             input_ids=ids_N[:, None],
@@ -165,15 +164,15 @@ def main(argv: list[str] | None = None) -> float:
     """Runs the whole thing and returns the mean reward on held-out prompts at the end."""
     parser = argparse.ArgumentParser(description="GRPO on a tiny Llama that sorts digits, by hand")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=64, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8, help="answers a prompt")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=7e-4)
     parser.add_argument("--clip", type=float, default=0.2)
-    parser.add_argument("--sft-steps", type=int, default=75)
+    parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--sft-batch", type=int, default=64)
     parser.add_argument("--sft-lr", type=float, default=2e-3)
-    parser.add_argument("--eval-every", type=int, default=25)
+    parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
 
@@ -203,6 +202,7 @@ def main(argv: list[str] | None = None) -> float:
         advantage = group_norm(reward, args.group_size)[:, None]
         ratio = (response_logprobs(policy, rollout) - rollout.logprobs).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - (step - 1) / args.steps)
         take_step(policy, optimizer, -objective[rollout.response_mask].mean())  # the mean over all tokens of the step
         sample_s, train_s = sample_s + between - before, train_s + time.perf_counter() - between
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, str]
 
-MAX_TOKENS = 7
-"""Six digits and the end of the response."""
+MAX_TOKENS = 6
+"""Five digits and the end of the response."""
 
 
 class CharTokenizer:
@@ -102,7 +102,7 @@ def tiny_model(seed: int, *, head: str = "lm", lr: float = 3e-4) -> fr.Model:
 
 
 def make_task(
-    seed: int, *, num_train: int = 4096, num_heldout: int = 256, digits: Sequence[int] = (4, 5, 6)
+    seed: int, *, num_train: int = 4096, num_heldout: int = 512, digits: Sequence[int] = (3, 4, 5)
 ) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows, no prompt twice, so the two are disjoint.
 
@@ -114,13 +114,15 @@ def make_task(
         text = "".join(generator.choices("0123456789", k=generator.choice(digits)))
         rows.setdefault(text, {"prompt_id": text, "prompt": f"{text}=", "answer": "".join(sorted(text))})
     everything = list(rows.values())
+    generator.shuffle(everything)  # short prompts run out first, so the order of drawing is not the same all along
     return everything[num_heldout:], everything[:num_heldout]
 
 
 def sft_examples(rows: Sequence[Row], seed: int, *, num_examples: int, noise: float = 0.4) -> list[Row]:
-    """Demonstrations for warm-up, a share of them wrong: two digits of the answer have changed places.
+    """Demonstrations for warm-up, a share of them wrong: two places of the answer have been exchanged.
 
-    A model that imitates them sorts only some of the time, which leaves the rest to reinforcement learning.
+    A model that imitates them for a moment sorts only some of the time, and is in doubt about every digit. The doubt is
+    what reinforcement learning works with: a policy that is wrong and sure of it never samples anything better.
     """
     generator = random.Random(seed)
     examples = []
