@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from flowrl.engines.heads import find_head
 from flowrl.engines.modules import output_layer
+from flowrl.engines.packing import Batch
+from flowrl.engines.prefix import can_split, run_split, split_block
 from flowrl.errors import EngineError
 
 SLICE_ELEMENTS = 2**26
@@ -84,10 +86,23 @@ class Forward:
         else:
             self.output = find_head(module)
         self.accepts = frozenset(inspect.signature(module.forward).parameters)
+        self.shares_prompts = self.split and can_split(getattr(module, "base_model", module), vocab_size, self.device)
+        """Whether a prompt may run once for all rows that begin with it (see `flowrl.engines.prefix`)."""
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    def hidden_of(self, batch: Batch) -> Tensor:
+        """[T, H]: what the output layer gets to predict the block's tokens of interest (see `hidden`)."""
+        row_T = torch.from_numpy(batch.row_T).to(self.device)
+        split = split_block(batch.ids, batch.prompt_B, batch.length_B, 0) if self.shares_prompts else None
+        if split is None:
+            position_T = torch.from_numpy(batch.position_T).to(self.device)
+            return self.hidden(torch.from_numpy(batch.ids).to(self.device), row_T, position_T)
+        states = run_split(self.module.base_model, split, self.device)
+        inside_T = batch.position_T - split.start_B[batch.row_T]
+        return states[row_T, torch.from_numpy(inside_T).to(self.device)]
 
     def hidden(self, ids: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """What the output layer gets at (row, position): [T, H]; or logits [T, W] where the module must do both."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl.engines.forward import Forward
 from flowrl.engines.loading import Loaded, load
 from flowrl.engines.modules import context_length, embedding_rows
-from flowrl.engines.packing import Batch, Sequences, make_batch, split_by_tokens
+from flowrl.engines.packing import Batch, Sequences, make_batch, prompt_units, split_by_tokens
 from flowrl.engines.protocol import (
     USES,
     Host,
@@ -93,6 +93,8 @@ class TorchHost:
         if trains:
             self.weights.make_masters(PRECISIONS[model.precision])
             if model.gradient_checkpointing:
+                # recomputation runs without a cache, which sharing needs
+                self.forward.shares_prompts = False
                 self._checkpointed = _checkpointed_layers(name, self.module)
             self.trainer = Trainer(
                 self.forward,
@@ -181,7 +183,10 @@ class TorchHost:
                 f"model '{self.name}' cannot score row {int(lengths.argmin())}, which has no tokens at all"
             )
         busy = np.flatnonzero(lengths > 0)
-        blocks = split_by_tokens(lengths[busy], self.spec.sample_batch_tokens)
+        budget = self.spec.sample_batch_tokens
+        shares = self.forward.shares_prompts and not whole
+        units = prompt_units(sequences, busy, lengths[busy], budget) if shares else None
+        blocks = split_by_tokens(lengths[busy], budget, groups=units)
         return [make_batch(sequences, rows.response_ids, busy[b], mask=None, fill=0, whole=whole) for b in blocks]
 
     @torch.no_grad()
@@ -189,10 +194,7 @@ class TorchHost:
         return function(*args)
 
     def _hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        device = self.forward.device
-        row_T = torch.from_numpy(batch.row_T).to(device)
-        ids, position_T = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.position_T).to(device)
-        return self.forward.hidden(ids, row_T, position_T), row_T
+        return self.forward.hidden_of(batch), torch.from_numpy(batch.row_T).to(self.forward.device)
 
     def _stats(self, batch: Batch, rows: TokenRows) -> tuple[Tensor, Tensor | None]:
         hidden, row_T = self._hidden(batch)

@@ -114,6 +114,10 @@ class Batch:
     """[T] int64: the token itself."""
     last_B: np.ndarray
     """[B] int64: place of each row's last token in the block."""
+    prompt_B: np.ndarray
+    """[B] int64: prompt tokens of each row."""
+    length_B: np.ndarray
+    """[B] int64: real tokens of each row in the block."""
 
 
 def make_batch(
@@ -148,6 +152,8 @@ def make_batch(
         flat_T=flat,
         target_T=responses.values[flat].astype(np.int64),
         last_B=full - 1,
+        prompt_B=prompt,
+        length_B=needed,
     )
 
 
@@ -196,6 +202,26 @@ def split_by_tokens(
         rows += count
     if taken:
         yield by_unit[ranges(starts[taken], unit_rows[taken])]
+
+
+def prompt_units(sequences: Sequences, rows: np.ndarray, lengths: np.ndarray, budget: int) -> np.ndarray | None:
+    """[N] int: rows with equal prompt have equal numbers, so that they share a block and their prompt; None when every
+    prompt stands alone, or when the rows of one would not fit the budget together.
+
+    Args:
+        rows: [N] into `sequences`.
+        lengths: [N] tokens of each that count.
+    """
+    seen: dict[bytes, int] = {}
+    units = np.empty(len(rows), np.int64)
+    starts, ends = sequences.offsets[:-1][rows], sequences.offsets[:-1][rows] + sequences.prompt_lengths[rows]
+    for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        units[index] = seen.setdefault(sequences.tokens[start:end].tobytes(), len(seen))
+    if not len(rows) or len(seen) == len(rows):
+        return None
+    longest = np.zeros(len(seen), np.int64)
+    np.maximum.at(longest, units, lengths)
+    return units if int((longest * np.bincount(units)).max()) <= budget else None
 
 
 def joined_units(num_rows: int, *keys: np.ndarray | None) -> np.ndarray:

@@ -32,6 +32,7 @@ from flowrl.engines.packing import (
     make_batch,
     minibatches,
     needed_lengths,
+    prompt_units,
     split_by_tokens,
 )
 from flowrl.engines.protocol import Stat, UpdateJob, UpdateReport
@@ -189,11 +190,20 @@ class Trainer:
             for name, total in zip(names, sums, strict=True):
                 report.metrics.setdefault(name, Stat()).add(total, step.metrics[name][1])
 
+    def _groups(self, work: Work, rows: np.ndarray) -> np.ndarray | None:
+        """[N] int: rows that must, or that had better, share a micro-batch."""
+        if work.groups is not None:
+            found: np.ndarray = np.unique(work.groups[rows], return_inverse=True)[1].reshape(-1)
+            return found
+        if not self.forward.shares_prompts:
+            return None
+        return prompt_units(work.sequences, rows, work.lengths[rows], self.micro_batch_tokens)
+
     def _accumulate(self, work: Work, rows: np.ndarray) -> Step:
         """Gradients of the step's loss, added up over micro-batches."""
         rows = _with_work(work, rows)
         token_weight, row_weight = step_weights(work.job, work.counts, rows)
-        groups = None if work.groups is None else np.unique(work.groups[rows], return_inverse=True)[1].reshape(-1)
+        groups = self._groups(work, rows)
         loss = torch.zeros((), device=self.forward.device)
         metrics: dict[str, tuple[Tensor, int]] = {}
         for block in split_by_tokens(work.lengths[rows], self.micro_batch_tokens, groups=groups):
@@ -242,13 +252,11 @@ class Trainer:
         if not wanted:
             return {}
         device = self.forward.device
-        ids = torch.from_numpy(batch.ids).to(device)
-        position_T = torch.from_numpy(batch.position_T).to(device)
         if "scores" in wanted:
-            last = torch.from_numpy(batch.last_B).to(device)
+            ids, last = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.last_B).to(device)
             hidden = self.forward.hidden(ids, torch.arange(len(last), device=device), last)
             return {"scores": self.forward.scalars(hidden)}
-        hidden = self.forward.hidden(ids, row_T, position_T)
+        hidden = self.forward.hidden_of(batch)
         if "values" in wanted:
             return {"values": self.forward.scalars(hidden)}
         scale = temperature_of(temperature, row_T)
