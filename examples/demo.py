@@ -62,11 +62,11 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     """Runs the demo; returns the held-out reward before and after GRPO."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=150, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=200, help="GRPO steps")
     parser.add_argument("--prompts", type=int, default=64, help="prompts per step")
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--sft-steps", type=int, default=75)
+    parser.add_argument("--lr", type=float, default=7e-4, help="of the first GRPO step; falls to 0")
+    parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--out", default="runs")
     parser.add_argument("--progress", default="auto", choices=("auto", "live", "plain", "off"))
     a = parser.parse_args(argv)
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
         out=a.out,
         progress=a.progress,
         prompts=train,
-        policy=replace(policy, optimizer=fr.AdamW(lr=a.lr)),
+        policy=replace(policy, optimizer=fr.AdamW(lr=a.lr, schedule="linear", total_steps=a.steps)),
     )
     after = heldout_reward(run.model("policy"), heldout, a.seed)
     print(
