@@ -135,6 +135,14 @@ def test_restricted_sampling(options, kept):
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+def test_top_p_stops_when_it_is_reached():
+    p = torch.tensor([0.125, 0.5, 0.25, 0.125])  # sums are exact
+    uniform = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)
+    for top_p, kept in ((0.5, {1}), (0.75, {1, 2})):
+        tokens, _ = draw(p.log().repeat(100, 1), uniform, SamplingOptions(top_p=top_p))
+        assert set(tokens.tolist()) == kept
+
+
 def test_frequencies_are_the_probabilities():
     p = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
     u = torch.from_numpy(uniforms(range(20_000), 1)[:, 0])

@@ -352,6 +352,9 @@ def test_bf16_trains_like_fp32(kit):
         )
         assert all(p.grad is None for p in host.module.parameters())
         assert host.module.model.rotary_emb.inv_freq.dtype == torch.float32
+        for name, parameter in host.module.named_parameters():  # what forwards use is the masters, rounded
+            rounded = torch.from_numpy(host.state()["weights"][name]).to(parameter.dtype)
+            assert torch.equal(parameter, rounded), name
     whole = np.concatenate([g.ravel() for g in found["fp32"].values()])
     rounded = np.concatenate([g.ravel() for g in found["bf16"].values()])
     assert np.linalg.norm(whole - rounded) < 0.05 * np.linalg.norm(whole)
@@ -564,6 +567,19 @@ def test_pairs_stay_together_and_average_over_pairs(kit):
     host.update(kit.job(rows, margin(), columns=columns, group_by=pair, minibatches=4))
     with pytest.raises(DataError, match="5 mini-batches"):
         host.update(kit.job(rows, margin(), columns=columns, group_by=pair, minibatches=5))
+
+
+def test_a_row_without_trained_tokens_counts_nowhere_even_in_a_pair(kit):
+    @fr.loss(locality=fr.group("pair"), per="sample", on_policy=False)
+    def ones(pair: fr.SAMPLE.str, logprobs, segments):
+        return 1 + 0 * segments.sum(logprobs)
+
+    rows = kit.random_rows(6, seed=6)
+    pair = np.array(["a", "a", "b", "b", "c", "c"], dtype=object)
+    mask = [[i != 1 and i < 4] * n for i, n in enumerate(rows.response_ids.lengths)]
+    host = kit.open(kit.families["llama"](), "update")
+    report = host.update(kit.job(rows, ones(), mask, columns={"pair": pair}, group_by=pair))
+    assert report.metrics["loss"].mean == pytest.approx(1)
 
 
 def test_only_the_live_columns_asked_for_are_computed(kit, rows, monkeypatch):
