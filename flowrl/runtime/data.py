@@ -71,7 +71,7 @@ class Data:
         self._units = _units(self.rows)
         self._epoch = 0
         self._place = 0
-        """Rows (or pairs) of the epoch already given."""
+        """Rows (or units of rows) of the epoch already given."""
         self._order: np.ndarray | None = None
 
     @classmethod
@@ -107,7 +107,8 @@ class Data:
     def next(self, count: int | None = None) -> RowBatch:
         """The next `count` rows (None: the batch size), running on into the next epoch where one ends.
 
-        Rows of one preference pair (equal `pair_id`) come together: as many whole pairs as fit in `count`, at least one.
+        Rows of one preference pair (equal `pair_id`) come together, as do recorded responses to one prompt (equal
+        `prompt_id`): as many whole units as fit in `count`, at least one, and none of them twice.
         """
         if count is None:
             count = len(self) if self.batch in (None, ALL) else int(self.batch or 0)
@@ -130,15 +131,16 @@ class Data:
         return np.concatenate(taken)
 
     def _next_units(self, units: list[np.ndarray], room: int) -> np.ndarray:
-        taken: list[np.ndarray] = []
+        taken: dict[int, np.ndarray] = {}
         while room > 0:
-            unit = units[self._current_order()[self._place]]
-            if taken and len(unit) > room:
+            number = int(self._current_order()[self._place])
+            # at the end of an epoch: a unit twice would be one of twice the size, with every response in it doubled
+            if taken and (len(units[number]) > room or number in taken):
                 break
-            taken.append(unit)
-            room -= len(unit)
+            taken[number] = units[number]
+            room -= len(units[number])
             self._advance(1, len(units))
-        return np.concatenate(taken)
+        return np.concatenate(list(taken.values()))
 
     def _advance(self, by: int, of: int) -> None:
         self._place += by
@@ -420,8 +422,7 @@ def _identified(rows: RowBatch) -> RowBatch:
         made = rows.with_column("prompt_id", ids, STANDARD["prompt_id"].type)
         rows = made.select(("prompt_id", *rows.names))
     # where each row is a response, its prompt may repeat and the response has an identity of its own
-    is_responses = any(kind.granularity is not PROMPT for kind in rows.types.values())
-    key = "sample_id" if is_responses and "sample_id" in rows else "" if is_responses else "prompt_id"
+    key = "prompt_id" if not _are_responses(rows) else "sample_id" if "sample_id" in rows else ""
     if key:
         for group in rows.group_indices(key):
             if len(group) > 1:
@@ -432,6 +433,15 @@ def _identified(rows: RowBatch) -> RowBatch:
     return rows
 
 
+def _are_responses(rows: RowBatch) -> bool:
+    return any(kind.granularity is not PROMPT for kind in rows.types.values())
+
+
 def _units(rows: RowBatch) -> list[np.ndarray] | None:
-    """Row numbers that must come together; None when each row stands alone."""
-    return rows.group_indices("pair_id") if "pair_id" in rows else None
+    """Row numbers that must come together: a pair, or the responses to one prompt; None when each row stands alone."""
+    if "pair_id" in rows:
+        return rows.group_indices("pair_id")
+    if not _are_responses(rows):
+        return None
+    groups = rows.group_indices("prompt_id")
+    return groups if len(groups) < len(rows) else None

@@ -196,6 +196,31 @@ def test_rows_of_a_data_set_keep_their_groups() -> None:
     assert found["advantage"].tolist() == [0.5, -0.5]
 
 
+@pytest.mark.parametrize("batch", [1, 4, 5, 32])
+def test_no_batch_cuts_a_group_of_recorded_responses(batch: int) -> None:
+    rows = [
+        {"prompt_id": str(i // 2), "prompt": "1=", "response": str(i), "reward": float(i % 2)}  # siblings: 0 and 1
+        for i in range(8)
+    ]
+    for steps in (1, 2, 3):
+        data = fr.Data(rows, batch=batch)
+        found = run(centred, engine="null", rows=data, steps=steps).rows()
+        assert np.abs(found["advantage"]).tolist() == [0.5] * len(found)
+        assert len(set(found["response"])) == len(found) == {1: 2, 4: 4, 5: 4, 32: 8}[batch]
+
+
+@fr.flow
+def prefers(pairs, policy):
+    rows = fr.logprobs(policy, pairs, out="ref_logprobs")
+    return fr.update(policy, rows, loss=losses.dpo())
+
+
+def test_a_batch_larger_than_the_pairs_there_are() -> None:
+    pairs = [{"prompt": "1=", "response": r, "pair_id": "a", "chosen": r == "2"} for r in ("2", "3")]
+    done = run(prefers, pairs=fr.Data(pairs), batch=32, policy=policy(gpt2(), CharTokenizer()), steps=2)
+    assert done.history("update/steps") == [1, 1]
+
+
 def test_a_prompt_drawn_twice_gets_a_name_that_nobody_has() -> None:
     prompts = [{"prompt_id": "a", "prompt": "1="}, {"prompt_id": "a~2", "prompt": "2="}]
     rows = run(grpo, engine="null", prompts=fr.Data(prompts, batch=5, shuffle=False), policy=fr.Model(None)).rows()
