@@ -252,6 +252,18 @@ def test_the_second_minibatch_is_off_policy(kit, stored_old):
     assert first.metrics["clipped"].total == 0
 
 
+def test_live_logprobs_stand_in_without_gradient(kit):
+    rows = kit.random_rows(5, seed=5)
+    columns = {"advantage": columns_of(rows)["advantage"]}
+    found = []
+    for old in ({}, {"old_logprobs": kit.open(kit.families["llama"](), "logprobs").logprobs(rows)}):
+        host = kit.open(kit.families["llama"](), "update")
+        report = host.update(kit.job(rows, ratio_clip(), columns={**columns, **old}))
+        assert report.metrics["grad_norm"].mean > 0.1  # a ratio to itself would have none
+        found.append(kit.gradients(host))
+    kit.assert_equal_gradients(*found)
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
