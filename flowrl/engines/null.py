@@ -28,7 +28,7 @@ from flowrl.engines.protocol import (
     UpdateJob,
     UpdateReport,
 )
-from flowrl.errors import EngineError
+from flowrl.errors import DataError, EngineError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.model import Model, Tokenizer
 from flowrl.schema.ragged import Ragged
@@ -104,6 +104,10 @@ class NullHost:
             raise EngineError(
                 f"prompt '{request.key.prompt_id}' is empty; a model needs at least one token to go on from"
             )
+        if min(request.prompt_ids) < 0:
+            raise DataError(
+                f"prompt '{request.key.prompt_id}' holds token id {min(request.prompt_ids)}; ids begin at 0"
+            )
         generator = np.random.default_rng(request.key.number())
         known = self.answers.get(self.tokenizer.decode(list(request.prompt_ids)))
         if known:
@@ -153,6 +157,12 @@ class NullHost:
                 raise EngineError(f"the loss reads '{read.column}', which the update was not given")
         if tokens == 0:
             return UpdateReport(steps=0)
+        units = len(job.rows) if job.split_by is None else len(set(job.split_by.tolist()))
+        if units < job.minibatches:
+            raise DataError(
+                f"{job.minibatches} mini-batches need at least as many rows (or groups that stay together); found {units}; "
+                "ask for fewer mini-batches or raise the batch"
+            )
         steps = job.epochs * job.minibatches
         drawn = np.random.default_rng(_digest(self._seen(job)))
         self.weights = self.weights + self.spec.optimizer.lr * steps * drawn.normal(size=WIDTH)

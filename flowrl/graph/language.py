@@ -6,6 +6,7 @@ Importable from `flowrl` itself: `import flowrl as fr; fr.rollout(...)`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowrl.graph.expressions import ColumnExpr, wrap
 from flowrl.graph.handles import Handle, Parts, Rows, Tracer, Weights, active, returned_handles
 from flowrl.graph.losses import Loss
 from flowrl.graph.operators import Operator, OperatorCall
+from flowrl.graph.values import Component, ComponentFactory
 from flowrl.schema.columns import nearest
 from flowrl.schema.types import TOKEN, Granularity
 
@@ -38,7 +40,7 @@ def rollout(
     top_p: float = 1.0,
     top_k: int = 0,
     max_tokens: int | None = None,
-    stop: tuple[str, ...] | str = (),
+    stop: tuple[str, ...] | str | None = (),
     environment: Any = None,
     max_turns: int = 1,
     role: str | None = None,
@@ -66,12 +68,25 @@ def rollout(
     _whole("rollout", "max_turns", max_turns, least=1)
     if max_tokens is not None:
         _whole("rollout", "max_tokens", max_tokens, least=1)
+    stops = () if stop is None else tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ConfigError(
+            f"at {here()}: fr.rollout needs text that is not empty in 'stop' (every response contains the empty text); "
+            f"found {stop!r}"
+        )
+    if role is not None and not isinstance(role, str):
+        raise ConfigError(f"at {here()}: fr.rollout needs text for 'role'; found {role!r}")
+    if environment is not None and not isinstance(environment, Component | ComponentFactory):
+        raise TraceError(
+            f"at {here()}: fr.rollout needs a component as 'environment': decorate its class or factory with @fr.component "
+            f"and call it in the flow; found {environment!r:.80}"
+        )
     if max_turns > 1 and environment is None:
         raise ConfigError(f"at {here()}: fr.rollout with max_turns={max_turns} needs an environment that takes turns")
     params: dict[str, Any] = {"n": n, "temperature": float(temperature)}
     optional = {
         "top_p": (float(top_p), 1.0), "top_k": (top_k, 0), "max_tokens": (max_tokens, None),
-        "stop": ((stop,) if isinstance(stop, str) else tuple(stop), ()), "environment": (environment, None),
+        "stop": (stops, ()), "environment": (environment, None),
         "max_turns": (max_turns, 1), "role": (role, None),
     }  # fmt: skip
     params.update({name: value for name, (value, default) in optional.items() if value != default})
@@ -409,7 +424,7 @@ def _whole(call: str, name: str, value: Any, *, least: int) -> None:
 
 
 def _number(call: str, name: str, value: Any, *, least: float, most: float | None = None) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not value >= least or (most is not None and value > most):
         bound = f"between {least} and {most}" if most is not None else f"of at least {least}"
         raise ConfigError(f"at {here()}: fr.{call} needs a number {bound} for '{name}'; found {value!r}")

@@ -117,6 +117,8 @@ class Environment(Protocol):
 
             def step(self, state, response):
                 return None if response == state["secret"] else "no, try again"
+
+    One call may take 600 seconds; an attribute `step_timeout_s` says otherwise (None: no limit).
     """
 
     def reset(self, row: Mapping[str, Any]) -> Any:

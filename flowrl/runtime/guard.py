@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,10 +32,17 @@ def time_limit(seconds: float | None) -> Iterator[Call]:
         yield _without_limit
     elif threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         before = signal.signal(signal.SIGALRM, _expire)
+        # inside a limited function that runs a flow of its own, both limits hold; an alarm of somebody else waits
+        is_inner = before is _expire
+        theirs, _ = (0.0, 0.0) if is_inner else signal.setitimer(signal.ITIMER_REAL, 0)
+        began = time.monotonic()
+        with_alarm = _with_inner_alarm if is_inner else _with_alarm
         try:
-            yield lambda function, what: _with_alarm(function, seconds, what)
+            yield lambda function, what: with_alarm(function, seconds, what)
         finally:
             signal.signal(signal.SIGALRM, before)
+            if theirs:
+                signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - began), 1e-3))
     else:
         yield lambda function, what: _with_thread(function, seconds, what)
 
@@ -70,6 +78,20 @@ def _with_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         if not left:  # it rang, or the function used the alarm for itself and may have left its own handler behind
             signal.signal(signal.SIGALRM, _expire)
+
+
+def _with_inner_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Like `_with_alarm`, with a limit around it that goes on: the nearer one is set, and the outer one comes back."""
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+    if not outer or seconds < outer:
+        began = time.monotonic()
+        try:
+            return _with_alarm(function, seconds, what)
+        finally:
+            if outer:
+                signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, outer)
+    return function()
 
 
 def _with_thread(function: Callable[[], Any], seconds: float, what: str) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from flowrl.engines.protocol import Host, SampleKey, SampleRequest, SamplingOptions, TokenRows, UpdateJob, UpdateReport
-from flowrl.errors import DataError
+from flowrl.errors import DataError, OperatorError
+from flowrl.graph.code import place_of
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Node
 from flowrl.runtime.context import Context, Table, Version, result
+from flowrl.runtime.guard import call_with_timeout
 from flowrl.runtime.tables import unique_prompts
 from flowrl.schema import standard as s
 from flowrl.schema.columns import Column, nearest
@@ -37,10 +40,70 @@ class _Episode:
     budget: int = 0
 
 
+STEP_TIMEOUT_S = 600.0
+"""Most seconds of one call of an environment that says nothing else (`step_timeout_s`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Partner:
+    """The environment of a rollout. What it raises, or answers wrongly, is reported with its class and the flow's line."""
+
+    environment: Any
+    name: str
+    node: Node
+
+    @classmethod
+    def of(cls, node: Node) -> _Partner:
+        name = node["environment"].name
+        try:
+            made = node["environment"].build()
+        except (Exception, SystemExit) as error:  # a user's factory; reported with its place, and chained
+            raise OperatorError(
+                f"environment '{name}', used at {node.place}, cannot be made: {_said(error)}"
+            ) from error
+        for method in ("reset", "step"):
+            if not callable(getattr(made, method, None)):
+                raise OperatorError(
+                    f"environment '{name}', used at {node.place}, has no method '{method}'; it needs reset(row) and "
+                    "step(state, response), see fr.Environment"
+                )
+        return cls(made, name, node)
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        return self._call("reset", row["prompt_id"], row)
+
+    def step(self, state: Any, response: str, prompt_id: str) -> str | None:
+        text = self._call("step", prompt_id, state, response)
+        if text is not None and not isinstance(text, str):
+            raise OperatorError(
+                f"environment '{self.name}', used at {self.node.place}, answered prompt {prompt_id!r} with {text!r:.80} "
+                f"({type(text).__name__}); step returns text for the policy's next turn, or None to end the episode"
+            )
+        return text
+
+    def _call(self, method: str, prompt_id: str, *arguments: Any) -> Any:
+        function = getattr(self.environment, method)
+        limit = getattr(self.environment, "step_timeout_s", STEP_TIMEOUT_S)
+        try:
+            return call_with_timeout(lambda: function(*arguments), limit, f"{method} of environment '{self.name}'")
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's environment raises; reported with its place, and chained
+            raise OperatorError(
+                f"environment '{self.name}' ({place_of(function)}), used at {self.node.place}, failed in {method} for prompt "
+                f"{prompt_id!r}: {_said(error)}"
+            ) from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def rollout(node: Node, context: Context) -> Table:
     host, prompts = context.host(node), context.rows(node)
     prompts = unique_prompts(tokenized_prompts(prompts, host))
-    environment = node["environment"].build() if node.get("environment") is not None else None
+    environment = _Partner.of(node) if node.get("environment") is not None else None
     episodes = _episodes(node, context, host, prompts, environment)
     options = SamplingOptions(node["temperature"], node.get("top_p", 1.0), node.get("top_k", 0), node.get("stop", ()))
     active = episodes
@@ -60,7 +123,9 @@ def rollout(node: Node, context: Context) -> Table:
         if environment is None:
             break
         last = turn + 1 >= node.get("max_turns", 1)
-        active = [e for e, a in zip(active, answers, strict=True) if _reply(e, a.ids, environment, host, last)]
+        active = [
+            e for e, a in zip(active, answers, strict=True) if _reply(e, a.ids, environment, host, last, names[e.row])
+        ]
         if not active:
             break
     return result(
@@ -68,7 +133,9 @@ def rollout(node: Node, context: Context) -> Table:
     )
 
 
-def _episodes(node: Node, context: Context, host: Host, prompts: RowBatch, environment: Any) -> list[_Episode]:
+def _episodes(
+    node: Node, context: Context, host: Host, prompts: RowBatch, environment: _Partner | None
+) -> list[_Episode]:
     limit = host.max_context
     asked = node.get("max_tokens") or context.max_tokens
     made = []
@@ -99,9 +166,11 @@ def _add_turn(episode: _Episode, ids: list[int], logprobs: list[float], reason: 
     episode.turns += 1
 
 
-def _reply(episode: _Episode, turn_ids: list[int], environment: Any, host: Host, last: bool) -> bool:
+def _reply(
+    episode: _Episode, turn_ids: list[int], environment: _Partner, host: Host, last: bool, prompt_id: str
+) -> bool:
     """Let the environment answer; true when the policy goes on. Sampled ids are kept as they are, never re-encoded."""
-    text = environment.step(episode.state, host.tokenizer.decode(turn_ids))
+    text = environment.step(episode.state, host.tokenizer.decode(turn_ids), prompt_id)
     if text is None:
         return False
     added = host.tokenizer.encode_continuation(text)
@@ -163,8 +232,22 @@ def tokenized_prompts(rows: RowBatch, host: Host) -> RowBatch:
         return rows
     if "prompt" not in rows:
         raise DataError(f"rows need 'prompt' (text) or 'prompt_ids' for '{host.name}'; {nearest('prompt', rows.names)}")
-    ids = Ragged.of([host.tokenizer.encode(text) for text in rows["prompt"]], np.int32)
+    ids = _encoded(rows, "prompt", host, host.tokenizer.encode)
     return rows.with_column("prompt_ids", ids, s.PROMPT_IDS.type)
+
+
+def _encoded(rows: RowBatch, column: str, host: Host, encode: Callable[[str], list[int]]) -> Ragged:
+    """A text column in token ids. Errors: DataError with the row when the tokenizer cannot take its text."""
+    found = []
+    for index, text in enumerate(rows[column]):
+        try:
+            found.append(encode(text))
+        except Exception as error:  # a tokenizer may be the user's own; reported with the row, and chained
+            name = rows["prompt_id"][index] if "prompt_id" in rows else index
+            raise DataError(
+                f"the tokenizer of '{host.name}' cannot encode '{column}' of row '{name}', {text!r:.60}: {_said(error)}"
+            ) from error
+    return Ragged.of(found, np.int32)
 
 
 def tokenized(rows: RowBatch, host: Host) -> RowBatch:
@@ -180,7 +263,7 @@ def tokenized(rows: RowBatch, host: Host) -> RowBatch:
             )
         end = [min(host.tokenizer.eos_ids)] if host.tokenizer.eos_ids else []
         encode = host.tokenizer.encode_continuation
-        ids = Ragged.of([encode(text) + end for text in rows["response"]], np.int32)
+        ids = _encoded(rows, "response", host, lambda text: [*encode(text), *end])
         rows = rows.with_column("response_ids", ids, s.RESPONSE_IDS.type)
     if "loss_mask" not in rows:
         ids = rows["response_ids"]

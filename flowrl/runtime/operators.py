@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flowrl.errors import MissingExtra, OperatorError, SchemaError, WaitTimeout
+from flowrl.errors import DataError, MissingExtra, OperatorError, SchemaError, WaitTimeout
 from flowrl.graph.code import Place, place_of
 from flowrl.graph.operators import Keep, OperatorCall, Read, State
 from flowrl.graph.values import thaw
@@ -19,6 +20,9 @@ from flowrl.schema.standard import ROW_ERROR
 from flowrl.store.rows import RowBatch, readonly
 
 Array = np.ndarray | Ragged
+
+LARGEST = {"f16": 65504.0, "f32": float(np.finfo(np.float32).max), "f64": float(np.finfo(np.float64).max)}
+"""Largest finite number of a dtype; a whole number may be greater than any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,13 @@ class Applied:
     """[N] rows to keep, for a filter."""
     failed: int = 0
     """Rows flagged because the function raised or took too long."""
+    first_error: str = ""
+    """Why the first of them failed."""
 
 
-def run_operator(call: OperatorCall, rows: RowBatch, *, state: State | None = None, place: Place | None = None) -> Applied:
+def run_operator(
+    call: OperatorCall, rows: RowBatch, *, state: State | None = None, place: Place | None = None
+) -> Applied:
     """Apply `call` to `rows`.
 
     Errors: OperatorError with the operator's own file and line, the line of the flow and the rows at hand.
@@ -50,7 +58,7 @@ def run_operator(call: OperatorCall, rows: RowBatch, *, state: State | None = No
         if call.locality.kind == "group":
             return _per_group(work, rows, inputs)
         columns, mask = work.call(inputs, len(rows), "all rows")
-    return Applied(_with_written(rows, call, columns), mask)
+    return Applied(_with_written(rows, work, columns), mask)
 
 
 def read_column(rows: RowBatch, read: Read, name: str) -> Array | None:
@@ -59,7 +67,9 @@ def read_column(rows: RowBatch, read: Read, name: str) -> Array | None:
         return readonly(rows[read.column])
     if read.broadcast and read.broadcast in rows:
         if "response_ids" not in rows:
-            raise OperatorError(f"'{name}' spreads '{read.broadcast}' over tokens, which needs 'response_ids' in its rows")
+            raise OperatorError(
+                f"'{name}' spreads '{read.broadcast}' over tokens, which needs 'response_ids' in its rows"
+            )
         tokens = rows["response_ids"]
         return readonly(Ragged.like(tokens.spread(rows[read.broadcast]), tokens))
     if read.is_optional:
@@ -81,11 +91,14 @@ class _Work:
         name = self.operator.short_name
         try:
             returned = self.limited(lambda: self.function(*inputs.values(), **self.config), f"operator '{name}'")
-        except Exception as error:  # whatever a user's function raises is reported with its place, and chained
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's function raises is reported with its place, and chained
             raise self.failure(error, which) from error
         return self.unpack(returned, count, which)
 
-    def failure(self, error: Exception, which: str) -> OperatorError:
+    def failure(self, error: BaseException, which: str) -> OperatorError:
         operator = self.operator
         hint = ""
         if isinstance(error, ValueError) and "read-only" in str(error):
@@ -102,15 +115,22 @@ class _Work:
             keep = returned if isinstance(returned, Keep) else Keep(returned)
             mask = np.asarray(keep.mask)
             if mask.dtype != bool or mask.shape != (count,):
-                raise self.wrong(f"a filter returns one boolean per row ({count}); found {mask.dtype} of shape {mask.shape}", which)
+                raise self.wrong(
+                    f"a filter returns one boolean per row ({count}); found {mask.dtype} of shape {mask.shape}", which
+                )
             returned = dict(keep.columns)
         names = [column.name for column in operator.writes]
         if not isinstance(returned, Mapping):
             if len(names) != 1:
-                raise self.wrong(f"it writes {', '.join(names)}, so it returns a dict of them; found {type(returned).__name__}", which)
+                raise self.wrong(
+                    f"it writes {', '.join(names)}, so it returns a dict of them; found {type(returned).__name__}",
+                    which,
+                )
             returned = {names[0]: returned}
         if set(returned) != set(names):
-            raise self.wrong(f"it declares {', '.join(sorted(names))} and returned {', '.join(sorted(map(str, returned)))}", which)
+            raise self.wrong(
+                f"it declares {', '.join(sorted(names))} and returned {', '.join(sorted(map(str, returned)))}", which
+            )
         for column, values in returned.items():
             length = len(values) if hasattr(values, "__len__") else None
             if length != count:
@@ -124,12 +144,12 @@ class _Work:
         )
 
 
-def _with_written(rows: RowBatch, call: OperatorCall, columns: Mapping[str, Any]) -> RowBatch:
-    for column in call.writes:
+def _with_written(rows: RowBatch, work: _Work, columns: Mapping[str, Any]) -> RowBatch:
+    for column in work.operator.writes:
         try:
             rows = rows.with_column(column.name, columns[column.name], column.type)
-        except SchemaError as error:
-            raise OperatorError(f"operator '{call.short_name}' returned '{column.name}' wrongly: {error}") from error
+        except (SchemaError, DataError) as error:
+            raise work.wrong(f"it returned '{column.name}' wrongly: {error}", "all rows") from error
     return rows
 
 
@@ -148,7 +168,7 @@ def _per_group(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) 
             for index, value in zip(indices.tolist(), values, strict=True):
                 target[index] = value
     written = {c.name: _assemble(parts[c.name], c) for c in work.operator.writes}
-    return Applied(_with_written(rows, work.operator, written), mask)
+    return Applied(_with_written(rows, work, written), mask)
 
 
 def _take(column: Array | None, indices: np.ndarray) -> Array | None:
@@ -185,18 +205,24 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
             # a missing package is no fault of the row, and would flag every one
             if operator.on_error == "raise" or isinstance(error.__cause__, MissingExtra):
                 raise
-            errors[index] = str(error.__cause__ or error)
+            errors[index] = _reason(error)
             values = {column.name: float("nan") for column in operator.writes}
         for name, value in values.items():
             parts[name][index] = value
     written = {column.name: _assemble(parts[column.name], column) for column in operator.writes}
     failed = sum(1 for error in errors if error)
-    rows = _with_written(rows, operator, written)
+    rows = _with_written(rows, work, written)
     if operator.on_error == "flag":  # even when no row failed: a table's columns do not depend on luck
         before = rows["row_error"] if ROW_ERROR.name in rows else [""] * len(rows)
         texts = [new or old for new, old in zip(errors, before, strict=True)]
         rows = rows.with_column(ROW_ERROR.name, np.asarray(texts, dtype=object), ROW_ERROR.type)
-    return Applied(rows, None, failed)
+    return Applied(rows, None, failed, next(filter(None, errors), ""))
+
+
+def _reason(error: BaseException) -> str:
+    """Why a row failed, for its `row_error`: what the function raised, or what was wrong with its answer."""
+    cause = error.__cause__
+    return str(error) if cause is None or isinstance(cause, WaitTimeout) else f"{type(cause).__name__}: {cause}"
 
 
 def _row_values(column: Array | None, count: int) -> Sequence[Any]:
@@ -212,7 +238,7 @@ def _row_answer(work: _Work, values: list[Any], which: str) -> dict[str, Any]:
         answer = work.limited(lambda: work.function(*values, **work.config), f"operator '{name}' on {which}")
     except WaitTimeout as error:
         raise OperatorError(f"{error} ({place_of(work.function)}, used at {work.place})") from error
-    except Exception as error:  # reported with its place, or flagged on its row
+    except (Exception, SystemExit) as error:  # reported with its place, or flagged on its row
         raise work.failure(error, which) from error
     writes = work.operator.writes
     if not isinstance(answer, Mapping):
@@ -220,9 +246,21 @@ def _row_answer(work: _Work, values: list[Any], which: str) -> dict[str, Any]:
             raise work.wrong(f"it writes {', '.join(c.name for c in writes)}, so it returns a dict of them", which)
         answer = {writes[0].name: answer}
     if set(answer) != {c.name for c in writes}:
-        raise work.wrong(f"it declares {', '.join(c.name for c in writes)} and returned {', '.join(map(str, answer))}", which)
+        raise work.wrong(
+            f"it declares {', '.join(c.name for c in writes)} and returned {', '.join(map(str, answer))}", which
+        )
     for column in writes:
         value = answer[column.name]
-        if column.type.is_numeric and not column.type.granularity.is_ragged and not isinstance(value, int | float | np.generic):
+        if (
+            column.type.is_numeric
+            and not column.type.granularity.is_ragged
+            and not isinstance(value, int | float | np.generic)
+        ):
             raise work.wrong(f"'{column.name}' is a number; found {type(value).__name__} {value!r}", which)
+        if (
+            column.type.dtype in LARGEST
+            and isinstance(value, int | float)
+            and LARGEST[column.type.dtype] < abs(value) < math.inf
+        ):
+            raise work.wrong(f"'{column.name}' is {column.type}, which cannot hold {value!r:.60}", which)
     return dict(answer)

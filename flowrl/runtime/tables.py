@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ def apply(node: Node, context: Context) -> Table:
     state = context.state(node) if call.state_param else None
     done = run_operator(call, table.batch, state=state, place=node.place)
     if done.failed:
-        context.log.notes.append(f"{node.name}: {done.failed} of {len(done.rows)} rows flagged (see row_error)")
+        context.log.notes.append(
+            f"{node.name}: {done.failed} of {len(done.rows)} rows flagged; the first: {done.first_error}"
+        )
         context.log.extra[f"{node.name}/flagged"] = done.failed
     rows = done.rows
     if done.mask is not None:
@@ -208,7 +210,10 @@ def prompts_from(node: Node, context: Context) -> Table:
         source = rows["sample_id"][index]
         try:
             answer = function(**arguments)
-        except Exception as error:  # whatever a user's function raises is reported with its place, and chained
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's function raises is reported with its place, and chained
             raise OperatorError(
                 f"'{node['function'].path}' ({place_of(function)}), used at {node.place}, failed on row {source!r}: "
                 f"{type(error).__name__}: {error}"
@@ -220,7 +225,14 @@ def prompts_from(node: Node, context: Context) -> Table:
             made.append(row)
     columns = [s.PROMPT_ID, s.SOURCE_ID, s.PROMPT_TEXT, *([s.ANSWER] if "answer" in rows else [])]
     types = {c.name: c.type for c in columns}
-    if made and not isinstance(made[0]["prompt"], str):
+    texts = [row for row in made if isinstance(row["prompt"], str)]
+    if 0 < len(texts) < len(made):
+        other = next(row for row in made if not isinstance(row["prompt"], str))
+        raise OperatorError(
+            f"'{node['function'].path}', used at {node.place}, returned text for row {texts[0]['source_id']!r} and token ids "
+            f"for row {other['source_id']!r}; all prompts of a step are one or the other"
+        )
+    if made and not texts:
         types["prompt_ids"] = s.PROMPT_IDS.type
         del types["prompt"]
         made = [{("prompt_ids" if k == "prompt" else k): v for k, v in row.items()} for row in made]
@@ -236,14 +248,18 @@ def _prompts(answer: Any, node: Node, source: str) -> list[Any]:
         return [answer]
     if isinstance(answer, list | tuple):
         items = list(answer)
-        if items and all(isinstance(i, int | np.integer) for i in items):
+        if items and _are_ids(items):
             return [items]
-        if all(isinstance(i, str) or isinstance(i, list | tuple) for i in items):
+        if all(isinstance(i, str) or (isinstance(i, list | tuple) and _are_ids(i)) for i in items):
             return items
     raise OperatorError(
         f"'{node['function'].path}', used at {node.place}, returned {type(answer).__name__} for row {source!r}; "
-        "a prompt is a string or a list of token ids, and several are a list of them"
+        f"a prompt is a string or a list of token ids, and several are a list of them; found {answer!r:.80}"
     )
+
+
+def _are_ids(items: Sequence[Any]) -> bool:
+    return all(isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in items)
 
 
 def buffer(node: Node, context: Context) -> Table:
@@ -256,9 +272,15 @@ def buffer(node: Node, context: Context) -> Table:
     # groups of different steps are different groups even when their prompt is the same
     by = node.get("by")
     marks = np.asarray([f"{context.step}:{v}" for v in (fresh[by] if by else np.arange(len(fresh)))], dtype=object)
+    largest = max((len(group) for group in fresh.group_indices(by)), default=0) if by else 1
+    if largest > node["capacity"]:
+        raise DataError(
+            f"node '{node.name}' ({node.place}): a group of equal '{by}' has {largest} rows and the buffer keeps "
+            f"{node['capacity']}; raise capacity"
+        )
     kept.append(fresh.with_column("buffer/key", marks, SAMPLE.str))
     everything = kept.batch()
-    generator = np.random.default_rng([context.seed, context.step, len(everything)])
+    generator = np.random.default_rng([context.seed & 0xFFFFFFFFFFFFFFFF, context.step, len(everything)])
     groups = everything.group_indices("buffer/key")
     drawn: list[np.ndarray] = []
     count = 0
@@ -296,6 +318,10 @@ def log(node: Node, context: Context) -> Table:
             raise DataError(f"node '{node.name}' ({node.place}) logs '{name}'; {nearest(name, table.batch.names)}")
         column = table.batch[name]
         values = column.values if isinstance(column, Ragged) else column
+        if values.dtype == object and node["how"] != "count":
+            raise DataError(
+                f"node '{node.name}' ({node.place}) logs '{name}', which is {table.batch.types[name]}; a mean is of numbers"
+            )
         finite = values[np.isfinite(values.astype(float))] if values.dtype != object else values
         context.log.extra[f"log/{name}"] = float(_reduce_array(finite, node["how"]))
     return table
@@ -309,7 +335,7 @@ def refill(node: Node, context: Context) -> Table:
     target = len(prompts)
     kept: list[RowBatch] = []
     groups = rounds = tried = 0
-    while groups < target and rounds < node["max_rounds"] and len(prompts):
+    while True:  # one round even without prompts: it says which columns there are
         rows = context.run_body(context, node, prompts, rounds)
         tried += len(prompts)
         rounds += 1

@@ -272,7 +272,11 @@ def _cast(name: str, array: np.ndarray, kind: ColumnType) -> np.ndarray:
 def _dtype_found(array: np.ndarray) -> str:
     if array.dtype != object:
         return f"dtype {array.dtype}"
-    odd = next((v for v in array.reshape(-1) if not isinstance(v, int | float | bool)), None)
+    values = array.reshape(-1).tolist()
+    odd = next((v for v in values if not isinstance(v, int | float | bool)), None)
+    if odd is None:  # numbers throughout: one is too large for NumPy, or they came as objects
+        large = next((v for v in values if isinstance(v, int) and not -(2**63) <= v < 2**63), None)
+        return "numbers in an array of objects" if large is None else f"{large}, beyond 64 bits"
     return f"{odd!r} ({type(odd).__name__})"
 
 

@@ -61,13 +61,34 @@ def test_the_handler_that_was_there_is_there_again():
         raise AssertionError("rang")
 
     before = signal.signal(signal.SIGALRM, mine)
+    theirs, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
-        with pytest.raises(ValueError, match="broken"), time_limit(5.0) as call:
-            call(lambda: int("broken"), "broken")
-        assert signal.getsignal(signal.SIGALRM) is mine
-        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+        for seconds in (0.0, 1000.0):  # an alarm of somebody else goes on as well
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            with pytest.raises(ValueError, match="broken"), time_limit(5.0) as call:
+                call(lambda: int("broken"), "broken")
+            assert signal.getsignal(signal.SIGALRM) is mine
+            left, _ = signal.getitimer(signal.ITIMER_REAL)
+            assert seconds - 5.0 < left <= seconds if seconds else left == 0.0
     finally:
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, theirs)
+
+
+def test_a_limit_inside_a_limit_leaves_the_outer_one_on():
+    def inner(seconds):
+        with time_limit(seconds) as call:
+            call(lambda: None, "inner")
+        work_for(5.0)
+
+    def slow_inside():
+        with time_limit(60.0) as call:
+            call(lambda: work_for(5.0), "inner")
+
+    with time_limit(SHORT_S) as call:
+        for function in (lambda: inner(60.0), lambda: inner(SHORT_S / 2), slow_inside):
+            with pytest.raises(WaitTimeout, match="outer"):
+                call(function, "outer")
 
 
 def test_a_users_except_does_not_swallow_the_limit():
