@@ -67,10 +67,11 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt")
     parser.add_argument("--lr", type=float, default=7e-4, help="of the first GRPO step; falls to 0")
     parser.add_argument("--sft-steps", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; more help only on cores that are idle")
     parser.add_argument("--out", default="runs")
     parser.add_argument("--progress", default="auto", choices=("auto", "live", "plain", "off"))
     a = parser.parse_args(argv)
-    torch.set_num_threads(2)
+    torch.set_num_threads(a.threads)
     start = time.perf_counter()
 
     flow = grpo.graph(group_size=a.group_size)
