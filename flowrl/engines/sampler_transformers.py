@@ -180,6 +180,10 @@ class TransformersSampler:
         self.shared = shared
         self._stale = ""
         accepts = inspect.signature(module.forward).parameters
+        # recurrent models call it so
+        self.cache_name = "cache_params" if "cache_params" in accepts else "past_key_values"
+        self.takes_padding = all(hasattr(layer, "batch_select_indices") for layer in new_cache(module, 1).layers)
+        """False for recurrent models, which carry padding on in their state: their batches hold prompts of one length."""
         missing = [p for p in ("attention_mask", "position_ids", "past_key_values", "use_cache") if p not in accepts]
         if missing and not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
             raise EngineError(
@@ -253,7 +257,8 @@ class TransformersSampler:
         for i in order:
             wider = max(response, limits[i])
             longest = prompt or len(requests[i].prompt_ids)
-            if taken and (len(taken) + 1) * (longest + wider) > self.budget:
+            apart = not self.takes_padding and longest != len(requests[i].prompt_ids)
+            if taken and (apart or (len(taken) + 1) * (longest + wider) > self.budget):
                 yield Plan(taken, [limits[j] for j in taken])
                 taken, wider, longest = [], limits[i], len(requests[i].prompt_ids)
             taken.append(i)
@@ -379,14 +384,17 @@ class Decoding:
         return self._logits(tokens[:, None], options)
 
     def _logits(self, ids: Tensor, options: dict[str, Any]) -> Tensor:
-        output = self.sampler.module(input_ids=ids, past_key_values=self.cache, use_cache=True, **options)
+        options[self.sampler.cache_name] = self.cache
+        output = self.sampler.module(input_ids=ids, use_cache=True, **options)
         logits: Tensor = output.logits
         # rows of a padded vocabulary beyond the tokenizer's are no tokens
         return logits[:, -1, : self.sampler.tokenizer.vocab_size].float()
 
     def _keep(self, rows: Tensor) -> None:
         """Select (or repeat) rows of the batch."""
-        self.cache.batch_select_indices(rows)
+        for layer in self.cache.layers:
+            # recurrent layers have the second name only
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(rows)
         self.position = self.position[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]

@@ -97,6 +97,25 @@ def test_rows_that_end_leave_the_batch(kit):
         assert ends == answer.ids[-1:] if ends else len(answer.ids) == request.max_tokens
 
 
+def test_recurrent_models_sample_what_they_score(kit):
+    # their state would carry padding on, and their cache has other methods
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=20, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        host = kit.open(MambaForCausalLM(config), "generate", "logprobs")
+    requests = kit.requests([SHORT, LONGER, LONGEST, [4, 5, 6]], n=5, max_tokens=9)
+    sampled = host.generate(requests, SamplingOptions())
+    rows = kit.rows([r.prompt_ids for r in requests], [s.ids for s in sampled])
+    found = host.logprobs(rows)
+    np.testing.assert_allclose(np.concatenate([s.logprobs for s in sampled]), found.values, atol=1e-5)
+    for request, answer, row in zip(requests, sampled, found, strict=True):
+        np.testing.assert_allclose(
+            row, kit.plain_logprobs(host.module, request.prompt_ids, answer.ids).detach(), atol=1e-5
+        )
+
+
 # --- distributions ----------------------------------------------------------------------------------------------------
 
 
