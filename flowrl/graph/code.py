@@ -11,7 +11,7 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -234,6 +234,31 @@ class FunctionRef:
     @property
     def place(self) -> Place:
         return place_of(self.function) if self.function is not None else Place()
+
+
+def reduced(value: Any) -> tuple[Any, ...]:
+    """How an operator's or a loss's call is pickled (`__reduce__`): without its function where its name finds that again.
+
+    Under a decorated function's name pickle finds the operator instead of the function, and refuses.
+    """
+    values = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "function"}
+    return (_rebuilt, (type(value), values, None if function_at(value.name) is value.function else value.function))
+
+
+def _rebuilt(cls: type, values: dict[str, Any], function: Callable[..., Any] | None) -> Any:
+    return cls(**values, function=function if function is not None else function_at(values["name"]))
+
+
+def function_at(path: str) -> Callable[..., Any] | None:
+    """The plain function behind the operator or loss that `module:qualname` names, or None where there is none."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return getattr(found, "function", None)
 
 
 def resolve(path: str) -> Any:

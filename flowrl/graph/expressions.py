@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import TraceError
+from flowrl.errors import SchemaError, TraceError
 from flowrl.graph.code import here
+from flowrl.schema.ragged import Ragged
 
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": lambda a, b: a + b,
@@ -202,10 +203,32 @@ def evaluate(expression: Expression, columns: Mapping[str, Any]) -> Any:
         case Literal(value):
             return value
         case Binary(op, left, right):
-            return BINARY[op](evaluate(left, columns), evaluate(right, columns))
+            return _elementwise(BINARY[op], evaluate(left, columns), evaluate(right, columns))
         case Where(condition, then, otherwise):
-            return np.where(evaluate(condition, columns), evaluate(then, columns), evaluate(otherwise, columns))
+            return _where(*(evaluate(part, columns) for part in (condition, then, otherwise)))
     raise TypeError(f"no evaluation for {type(expression).__name__}")
+
+
+def _where(condition: Any, then: Any, otherwise: Any) -> Any:
+    return _elementwise(np.where, condition, then, otherwise)
+
+
+def _elementwise(operation: Callable[..., Any], *values: Any) -> Any:
+    """Over arrays and constants as they are; where one is a list per row, over all lists' values, the others repeated."""
+    like = next((value for value in values if isinstance(value, Ragged)), None)
+    flat = values if like is None else tuple(_beside(like, value) for value in values)
+    with np.errstate(divide="ignore", invalid="ignore"):  # what is not finite shows in metrics and stops no step
+        found = operation(*flat)
+    return found if like is None else Ragged.like(found, like)
+
+
+def _beside(like: Ragged, value: Any) -> Any:
+    """`value` beside the values [T] of `like`: those of lists of the same lengths, a value per row repeated, a constant."""
+    if isinstance(value, Ragged):
+        if value.offsets is not like.offsets and not np.array_equal(value.offsets, like.offsets):
+            raise SchemaError("two list columns must have the same row lengths to be combined")
+        return value.values
+    return like.spread(value) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def _collect(expression: Expression, found: list[str]) -> None:

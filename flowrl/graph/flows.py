@@ -86,6 +86,12 @@ class Flow:
         config = ", ".join(f"{name}={value!r}" for name, value in self.defaults.items())
         return f"<flow {self.name}({inputs}{'; ' if config else ''}{config})>"
 
+    def __copy__(self) -> Flow:
+        return self  # it never changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
+        return self
+
     def __reduce__(self) -> tuple[object, ...]:
         from flowrl.graph.code import resolve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -165,9 +166,10 @@ class Parts:
 
 
 def _factor(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        found = repr(value) if isinstance(value, float) else type(value).__name__
         raise TraceError(
-            f"at {here()}: rows are scaled by a number (it scales their reward); found {type(value).__name__}"
+            f"at {here()}: rows are scaled by a number that is finite (it scales their reward); found {found}"
         )
     return float(value)
 
@@ -318,12 +320,19 @@ def trace(
     function: Callable[..., Any],
     parameters: tuple[tuple[str, str, tuple[Column, ...]], ...],
     place: Place,
+    /,
     **config: Any,
 ) -> Graph:
     """Run `function` once with a handle for each parameter (name, kind, columns) and return the graph of its calls."""
     with Tracer(name) as tracer:
         handles = [tracer.parameter(n, kind, columns, place) for n, kind, columns in parameters]
-        returned = function(*handles, **config)
+        try:
+            returned = function(*handles, **config)
+        except RecursionError as error:
+            raise TraceError(
+                f"flow '{name}' ({place}) calls itself without end, or builds an expression thousands of steps deep; a flow is "
+                "traced once, so repeat with a `for` over configuration, and sum many columns in an operator"
+            ) from error
         return tracer.finish(returned_handles(tracer, returned, name))
 
 

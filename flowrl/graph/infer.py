@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flowrl.errors import Problem
-from flowrl.graph.expressions import COMPARISONS, Binary, Col, Expression, Literal, Where
+from flowrl.graph.expression_types import expression_problems, expression_type
+from flowrl.graph.expressions import Binary, Col, Expression, Literal, Where, to_source
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall, Read
+from flowrl.graph.params import refuse_incomplete
 from flowrl.graph.types import ColumnInfo, EdgeType, RowsType, WeightsType
 from flowrl.schema import standard as s
 from flowrl.schema.columns import Column, Provenance, nearest
@@ -63,6 +65,15 @@ class Inference:
         if kind is not None and not kind.accepts(info.type):
             self._mismatch(node, name, kind, info)
         return info
+
+    def read_key(self, node: Node, rows: RowsType, name: str) -> None:
+        """Look a column up that tells rows apart; FR-C02 when it is a list or a fraction."""
+        info = self.read(node, rows, name)
+        if info is not None and (info.type.granularity.is_ragged or info.type.inner):
+            self.report(
+                "FR-C02", node, f"takes '{name}' as a key, and it is {info.type}: several values for each row",
+                "a key is one value per row, such as 'prompt_id' or 'sample_id'",
+            )  # fmt: skip
 
     def _missing(self, node: Node, rows: RowsType, name: str) -> None:
         key = (rows.rowset, name)
@@ -179,6 +190,7 @@ def infer(
         writers: for each column name, operators that could write it; they go into fixes.
         given: for each input whose data set is known, the columns it has; other inputs offer `DATA_COLUMNS`.
     """
+    refuse_incomplete(graph)
     known = {name: tuple(columns) for name, columns in (given or {}).items()}
     found = Inference(graph, writers=writers or {}, given=known)
     outer = {**{n: _data_rows(n, cs) for n, cs in known.items()}, **(outer or {})}
@@ -350,7 +362,7 @@ def _apply(node: Node, found: Inference) -> EdgeType:
     operator: OperatorCall = node["operator"]
     found.read_all(node, rows, operator.reads)
     if operator.locality.key:
-        found.read(node, rows, operator.locality.key)
+        found.read_key(node, rows, operator.locality.key)
     result = found.write(node, rows, *operator.writes, replaces=operator.replaces)
     if operator.is_filter:
         size = None
@@ -404,6 +416,8 @@ def _with_columns(node: Node, found: Inference) -> EdgeType:
     for name, expression in node["columns"]:
         for read in expression.columns():
             found.read(node, rows, read)
+        for problem, fix in expression_problems(expression, rows):
+            found.report("FR-C02", node, problem, fix)
         columns.append(Column(name, expression_type(expression, rows)))
     result = rows.with_columns(node.name, *columns)
     masks = {name: replace(result.columns[name], is_copy_of=mask)
@@ -425,42 +439,11 @@ def _narrowed(expression: Expression, rows: RowsType) -> str:
     return ""
 
 
-def expression_type(expression: Expression, rows: RowsType) -> ColumnType:
-    """Type of an expression: the finest granularity of its columns; comparisons are bool, divisions float."""
-    grains = [rows.columns[c].type.granularity for c in expression.columns() if c in rows.columns]
-    finest = max(grains, key=COARSE_TO_FINE.index, default=SAMPLE)
-    return ColumnType(finest, _dtype(expression, rows))
-
-
-_ORDER = ("bool", "u8", "i32", "i64", "f16", "f32", "f64")
-
-
-def _dtype(expression: Expression, rows: RowsType) -> str:
-    match expression:
-        case Col(name):
-            return rows.columns[name].type.dtype if name in rows.columns else "f32"
-        case Literal(value):
-            return {bool: "bool", int: "i64", float: "f32", str: "str"}.get(type(value), "f32")
-        case Binary(op, left, right):
-            if op in COMPARISONS:
-                return "bool"
-            return "f32" if op == "/" else _wider(_dtype(left, rows), _dtype(right, rows))
-        case Where(_, then, otherwise):
-            return _wider(_dtype(then, rows), _dtype(otherwise, rows))
-    raise TypeError(f"no type for {type(expression).__name__}")
-
-
-def _wider(a: str, b: str) -> str:
-    if a not in _ORDER or b not in _ORDER:
-        return a
-    return max(a, b, key=_ORDER.index)
-
-
 def _join(node: Node, found: Inference) -> EdgeType:
     left, right = found.rows(node.source("rows")), found.rows(node.source("right"))
     key = node["on"]
-    found.read(node, left, key)
-    found.read(node, right, key)
+    found.read_key(node, left, key)
+    found.read_key(node, right, key)
     columns = dict(left.columns)
     for name, info in right.columns.items():
         if name in (key, *s.KEYS):
@@ -474,7 +457,12 @@ def _join(node: Node, found: Inference) -> EdgeType:
             )
             continue
         kind = info.type
-        if node.get("collect"):
+        if node.get("collect") and (kind.granularity.is_ragged or kind.inner[:1] == ("*",)):
+            found.report(
+                "FR-C02", node, f"collects '{name}', which is {kind}: a list of lists is not stored",
+                f"reduce it first: fr.reduce(right, 'mean', of='{name}'), or select what you need of the right side",
+            )  # fmt: skip
+        elif node.get("collect"):
             kind = ColumnType(TURN, kind.dtype, kind.inner)
         elif kind.granularity is TOKEN and left.tokens != right.tokens:
             found.report(
@@ -529,6 +517,17 @@ def _filter(node: Node, found: Inference) -> EdgeType:
     rows = found.rows(node.source("rows"))
     for name in node["keep"].columns():
         found.read(node, rows, name)
+    for problem, fix in expression_problems(node["keep"], rows):
+        found.report("FR-C02", node, problem, fix)
+    kind = expression_type(node["keep"], rows)
+    if kind.granularity.is_ragged:
+        fix = "reduce it first: rows = fr.reduce(rows, 'mean', of='column') makes one value per row"
+        found.report("FR-C02", node, f"keeps rows by '{to_source(node['keep'])}', which is a list per row", fix)
+    elif kind.dtype != "bool":
+        fix = "compare it: rows['reward'] > 0"
+        found.report(
+            "FR-C02", node, f"keeps rows by '{to_source(node['keep'])}', which is {kind} and no yes or no", fix
+        )
     return replace(rows, rowset=node.name, group_size=None)
 
 
@@ -559,7 +558,7 @@ def _reduce(node: Node, found: Inference) -> EdgeType:
             )
         dtype = "i32" if node["how"] == "count" else "f32"
         return found.write(node, rows, Column(node["out"], ColumnType(SAMPLE, dtype)))
-    found.read(node, rows, node["by"])
+    found.read_key(node, rows, node["by"])
     kept = {n: i for n, i in rows.columns.items() if not i.type.granularity.is_ragged}
     return replace(rows, columns=kept, rowset=node.name, tokens="", group_size=1, splits=())
 
@@ -582,7 +581,7 @@ def _buffer(node: Node, found: Inference) -> EdgeType:
     }
     by = node.get("by", "")
     if by:
-        found.read(node, rows, by)
+        found.read_key(node, rows, by)
     mixed = replace(rows.sampled_by, version=None) if rows.sampled_by else None
     return replace(
         rows,
@@ -609,7 +608,7 @@ def _refill(node: Node, found: Inference) -> EdgeType:
     operator: OperatorCall = node["keep"]
     last = node.body[node.body.outputs[0]]
     body.read_all(last, rows, operator.reads)
-    body.read(last, rows, node["by"])
+    body.read_key(last, rows, node["by"])
     result = rows.with_columns(node.name, *operator.writes)
     columns = {n: replace(i, writer=node.name) for n, i in result.columns.items()}
     return replace(result, columns=columns, rowset=node.name, tokens=node.name, group_size=None)
@@ -619,7 +618,7 @@ def _repeat(node: Node, found: Inference) -> EdgeType:
     rows = found.rows(node.source("rows"))
     by = node.get("by", "")
     if by:
-        found.read(node, rows, by)
+        found.read_key(node, rows, by)
     splits = (*rows.splits, (node.name, by)) if node["minibatches"] > 1 else rows.splits
     return replace(rows, steps=rows.steps * node["epochs"] * node["minibatches"], splits=splits)
 
@@ -627,7 +626,10 @@ def _repeat(node: Node, found: Inference) -> EdgeType:
 def _same_rows(node: Node, found: Inference) -> EdgeType:
     rows = found.rows(node.source("rows"))
     for name in node.get("columns", ()):
-        found.read(node, rows, name)
+        info = found.read(node, rows, name)
+        if info is not None and not info.type.is_numeric and node.get("how", "count") != "count":
+            fix = f"count it (how='count'), or make a number of it: fr.where(rows['{name}'] == '...', 1.0, 0.0)"
+            found.report("FR-C02", node, f"logs the {node['how']} of '{name}', which is {info.type}", fix)
     return rows
 
 

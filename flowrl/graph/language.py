@@ -207,6 +207,10 @@ def select(rows: Any, /, *columns: str, **renamed: str) -> Rows:
     for name in (*columns, *renamed.values()):
         if not isinstance(name, str):
             raise ConfigError(f"at {here()}: select takes column names; found {name!r}")
+    twice = [name for name in columns if name in renamed]
+    if twice:
+        raise ConfigError(f"at {here()}: select gives two columns the name '{twice[0]}'; leave one of them out")
+    columns = tuple(dict.fromkeys(columns))
     new = tuple(sorted(renamed.items()))
     return active("select").add("select", (("rows", rows),), hint="select", columns=tuple(columns), renamed=new)
 

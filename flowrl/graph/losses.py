@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced
 from flowrl.graph.operators import Locality, Read, read_signature, resolve_read
 from flowrl.graph.values import freeze_config
 from flowrl.schema.standard import LIVE
@@ -112,6 +112,9 @@ class Term(Loss):
 
     def terms(self) -> Iterator[Term]:
         yield self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return reduced(self)
 
     def resolve(self) -> Callable[..., Any]:
         if self.function is not None:
@@ -265,6 +268,12 @@ class LossFunction:
         full = freeze_config(self.__name__, self.defaults, args, config)
         reads = tuple(resolve_read(read, full, self.__name__) for read in self.reads if read.param != SEGMENTS)
         return Term(self.name, self.hash, tuple(sorted(full.items())), reads, function=self.function, **self.properties)
+
+    def __copy__(self) -> LossFunction:
+        return self  # it never changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossFunction:
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_loss_at, (self.name,))

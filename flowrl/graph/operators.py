@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced
 from flowrl.graph.values import Scalar, freeze, freeze_config
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
@@ -128,6 +128,9 @@ class OperatorCall:
 
         return apply(rows, self)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return reduced(self)
+
     def resolve(self) -> Callable[..., Any]:
         """The plain function; imported by name when the graph came from text."""
         if self.function is not None:
@@ -204,6 +207,12 @@ class Operator:
         if len(args) >= sum(1 for read in self.reads if not read.is_optional) and args:
             return self.function(*args, **config)
         return self.bind(*args, **config)
+
+    def __copy__(self) -> Operator:
+        return self  # it never changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_operator_at, (self.name,))

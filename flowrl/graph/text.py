@@ -67,6 +67,8 @@ def from_text(text: str, *, file: str = "<text>") -> Graph:
     """
     from flowrl.graph.parser import parse
 
+    if not isinstance(text, str):
+        raise TextError(f"from_text needs the text of a graph; found {type(text).__name__}")
     return parse(text, file)
 
 

@@ -117,7 +117,10 @@ def read_settings(path: str | Path, names: Names) -> Settings:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"there is no settings file '{path}'")
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file '{path}' cannot be read as UTF-8 text: {error}") from error
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -200,7 +200,11 @@ def _listed(where: str, flows: dict[str, Flow]) -> str:
 def _read_graph(path: Path, name: str) -> Any:
     from flowrl.graph.text import from_text
 
-    graph = from_text(path.read_text())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' cannot be read as UTF-8 text: {error}") from error
+    graph = from_text(text, file=str(path))
     if name and name != graph.name:
         raise ConfigError(f"{path} holds the graph '{graph.name}'; found the name '{name}'")
     return graph

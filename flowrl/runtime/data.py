@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from flowrl.errors import ConfigError, DataError, SchemaError
 from flowrl.schema.columns import TableSchema, nearest
+from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import PROMPT, RAGGED, ColumnType
 from flowrl.store.rows import RowBatch
@@ -222,17 +223,20 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
-        return pq.read_table(path)
+        try:
+            return pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"'{path}' cannot be read as Parquet: {error}") from error
     if path.suffix not in (".jsonl", ".ndjson", ".json"):
         raise DataError(f"'{path}' is not a .jsonl or .parquet file; read it yourself and pass a list of dicts")
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: not a JSON object per line: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: each line is a JSON object; found {type(row).__name__}")
@@ -283,6 +287,9 @@ def _from_dicts(rows: list[Any], columns: Sequence[str] | Mapping[str, str] | No
     if not rows:
         raise DataError(_NO_ROWS)
     names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        if not isinstance(name, str):
+            raise DataError(f"column names are text; found {name!r} ({type(name).__name__})")
     wanted = _sources(columns, names)
     for index, row in enumerate(rows):
         for old in wanted.values():
@@ -300,7 +307,22 @@ _NO_ROWS = "the data set has no rows; a flow needs at least one"
 def _not_empty(rows: RowBatch) -> RowBatch:
     if len(rows) == 0:
         raise DataError(_NO_ROWS)
+    for name in rows.names:
+        if rows.types[name].dtype == "str" and not isinstance(rows[name], Ragged):
+            _refuse_half_characters(name, rows[name])
     return rows
+
+
+def _refuse_half_characters(name: str, texts: np.ndarray) -> None:
+    # JSON may escape half of a surrogate pair; no tokenizer and no file takes it
+    for row, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"column '{name}' holds half a character ({text[error.start]!r}) in row {row}; clean the text, e.g. "
+                'text.encode(errors="replace").decode()'
+            ) from error
 
 
 # -------------------------------------------------------------------------------------------------------------- types
@@ -347,6 +369,8 @@ def _python_dtype(name: str, values: Iterable[Any], *, small: str, fraction: str
         if isinstance(value, bool | np.bool_):
             found.add("bool")
         elif isinstance(value, int | np.integer):
+            if not -(2**63) <= value < 2**63:
+                raise DataError(f"column '{name}' holds {value}, beyond 64 bits; make it text or a float")
             found.add(small if -(2**31) <= value < 2**31 else "i64")
         elif isinstance(value, float | np.floating):
             found.add(fraction)

@@ -128,7 +128,12 @@ def run_local(
     or unknown; DataError for data that does not fit. Ctrl-C marks the run interrupted, closes its files and goes on up.
     """
     given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _input_names(flow)}
+    if options is not None and not isinstance(options, Options):
+        raise ConfigError(f"run_local needs an fr.Options in 'options'; found {type(options).__name__}")
     settings = (options or Options()).updated(given)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise ConfigError(f"run_local needs a whole number as seed; found {seed!r}")
+    seed = int(seed)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigError(f"run_local needs a whole number of steps; found {steps!r}")
     graph = flow.graph() if isinstance(flow, Flow) else flow
@@ -176,6 +181,7 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: in
     missing = [name for name, node in nodes.items() if name not in inputs and node["kind"] != "unused"]
     optimised, notes = optimise(graph)
     _refuse_unknown_nodes(optimised, settings.record)
+    _refuse_idle(optimised)
     still_missing = [name for name in missing if name in optimised]
     if still_missing:
         what = ", ".join(
@@ -199,6 +205,22 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: in
         {n: m for n, m in models.items() if n in kept},
         {n: d for n, d in data.items() if n in kept},
     )
+
+
+def _refuse_idle(graph: Graph) -> None:
+    """Refuse a flow that would run for nothing, and outputs that nobody can tell to be rows or a model."""
+    for node in graph.inputs:
+        if node["kind"] == "unused":
+            raise ConfigError(
+                f"flow '{graph.name}' ({node.place}) returns its input '{node.name}', which it uses nowhere; leave it out"
+            )
+    if all(graph[name].kind == "input" for name in graph.roots):
+        returned = (
+            f"returns only what it was given ({', '.join(graph.outputs)})" if graph.outputs else "returns nothing"
+        )
+        raise ConfigError(
+            f"flow '{graph.name}' {returned}, so there is nothing to run; return the rows it makes, or what fr.update gave"
+        )
 
 
 def _refuse_unknown_nodes(graph: Graph, record: tuple[str, ...]) -> None:

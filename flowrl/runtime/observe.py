@@ -49,7 +49,7 @@ class Observation:
         self.started = 0.0
         self.writers = trained_writers(run.graph)
         self.folder: RunDir | None = None
-        name = options.name or run.graph.name
+        name = options.name or (run.graph.name if run.graph.name.isidentifier() else "run")  # a lambda has no name
         if options.out is not None:
             self.folder = RunDir.create(options.out, name)
             run.path = self.folder.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
@@ -40,12 +41,22 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"option '{name}' is a whole number of at least 1; found {value!r}")
+        if isinstance(self.log_samples, bool) or not isinstance(self.log_samples, int) or self.log_samples < 0:
+            raise ConfigError(f"option 'log_samples' is a whole number of at least 0; found {self.log_samples!r}")
+        if self.out is not None and not isinstance(self.out, str | Path):
+            raise ConfigError(f"option 'out' is a folder, or None to write nothing; found {self.out!r}")
+        if self.name is not None and not isinstance(self.name, str):
+            raise ConfigError(f"option 'name' is text; found {self.name!r}")
+        if not isinstance(self.schedule, Schedule):
+            raise ConfigError(f"option 'schedule' is fr.Sync() or fr.Async(max_staleness=...); found {self.schedule!r}")
         if self.progress not in PROGRESS:
             hint = nearest(str(self.progress), PROGRESS)
             raise ConfigError(f"option 'progress' is one of {', '.join(PROGRESS)}; found {self.progress!r}; {hint}")
         record: object = self.record
         if isinstance(record, str):
             raise ConfigError(f"option 'record' is a tuple of node names; found a string: write ({self.record!r},)")
+        if not isinstance(record, tuple | list | set | frozenset) or not all(isinstance(name, str) for name in record):
+            raise ConfigError(f"option 'record' is a tuple of node names, () for none; found {record!r}")
 
     def updated(self, values: dict[str, Any]) -> Options:
         """The same options with some replaced; unknown names are refused with the nearest."""

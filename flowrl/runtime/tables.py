@@ -9,8 +9,8 @@ import numpy as np
 
 from flowrl.errors import DataError, OperatorError
 from flowrl.graph.code import place_of
+from flowrl.graph.expression_types import expression_type
 from flowrl.graph.expressions import evaluate
-from flowrl.graph.infer import expression_type
 from flowrl.graph.nodes import Node
 from flowrl.graph.types import ColumnInfo, RowsType
 from flowrl.runtime.context import Context, Table, result
