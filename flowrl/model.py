@@ -70,8 +70,16 @@ class AdamW:
             raise ConfigError(_one_of("schedule", self.schedule, SCHEDULES))
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule '{self.schedule}' needs total_steps, the optimizer step at which it ends")
+        for name in ("lr", "eps", "weight_decay", "min_lr"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ConfigError(f"AdamW needs a finite number of at least 0 for {name}; found {value!r}")
         if not self.lr > 0:
             raise ConfigError(f"AdamW needs lr > 0; found {self.lr!r}")
+        betas: object = self.betas
+        is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+        if not is_pair or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"AdamW needs two betas from 0 to below 1; found {betas!r}")
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,13 @@ class Model:
         ):
             if value not in known:
                 raise ConfigError(_one_of(f"Model {name}", value, known))
+        optimizer: object = self.optimizer
+        if not isinstance(optimizer, AdamW):
+            raise ConfigError(f"Model needs fr.AdamW(...) as optimizer; found {optimizer!r}")
+        if self.max_context is not None and self.max_context < 2:
+            raise ConfigError(
+                f"Model needs max_context of at least 2 (a prompt and a response); found {self.max_context!r}"
+            )
         if self.micro_batch_tokens < 1 or self.sample_batch_tokens < 1:
             raise ConfigError("Model needs micro_batch_tokens and sample_batch_tokens of at least 1")
 

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from flowrl.engines.heads import CLASSES, with_head
 from flowrl.engines.modules import embedding_rows
@@ -52,7 +60,7 @@ class Pretrained:
 
 def load(name: str, model: Model, *, seed: int, trains: bool) -> Loaded:
     """Load a model and put it on its device. Errors: EngineError naming what is missing."""
-    device = torch.device(model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(name, model.device)
     place = find_pretrained(name, model.source) if isinstance(model.source, str | os.PathLike) else None
     # a model that trains in bf16 is loaded in fp32, so that its masters keep all bits
     dtype = torch.bfloat16 if model.precision == "bf16" and not trains else torch.float32
@@ -61,6 +69,7 @@ def load(name: str, model: Model, *, seed: int, trains: bool) -> Loaded:
     if model.head != "lm":
         module, new_head = with_head(name, module, model.head, seed=seed)
     _refuse_meta(name, module)
+    _refuse_headless(name, module, model.head)
     module.to(device)
     cast_parameters(module, dtype)
     module.eval()
@@ -77,6 +86,28 @@ def load(name: str, model: Model, *, seed: int, trains: bool) -> Loaded:
         name, given, chat_template=model.chat_template, eos_ids=_eos_ids(module), num_ids=num_ids
     )
     return Loaded(module, tokenizer, given if isinstance(given, PreTrainedTokenizerBase) else None, new_head)
+
+
+def _device(name: str, asked: str | None) -> torch.device:
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise EngineError(
+            f"model '{name}' cannot be put on device {asked!r}: {first}; leave device out for a GPU if there is one, else the CPU"
+        ) from error
+    return device
+
+
+def _refuse_headless(name: str, module: nn.Module, head: str) -> None:
+    if head != "lm" or not isinstance(module, PreTrainedModel):
+        return
+    if not module.can_generate() and module.get_output_embeddings() is None:
+        raise EngineError(
+            f"model '{name}': a {type(module).__name__} has no language-model head, so it gives no token probabilities; give a "
+            "...ForCausalLM, or ask for another head: fr.Model(..., head='value')"
+        )
 
 
 def find_pretrained(name: str, source: str | os.PathLike[str]) -> Pretrained:
@@ -141,10 +172,18 @@ def _pretrained(name: str, place: Pretrained, head: str, dtype: torch.dtype) -> 
             suffix = {"value": "ForTokenClassification", "reward": "ForSequenceClassification"}
             kinds = [kind for kind, ending in suffix.items() if written.endswith(ending) and config.num_labels == 1]
             auto = CLASSES[kinds[0]] if kinds else AutoModel
-        module: nn.Module = auto.from_pretrained(place.path, dtype=dtype, **place.options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        loaded, info = auto.from_pretrained(place.path, dtype=dtype, output_loading_info=True, **place.options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineError(f"model '{name}' could not be loaded from {place.path}: {first}") from error
+    module: nn.Module = loaded
+    missing = sorted(info["missing_keys"])
+    if missing and head == "lm":
+        # Transformers draws them at random and says so in a warning; what such a model samples means nothing
+        raise EngineError(
+            f"model '{name}': {place.path} has no values for {len(missing)} parameters of a {type(module).__name__} "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); it is a model of another kind, or incomplete"
+        )
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()  # of its own: a file that is mapped may be written over
@@ -158,7 +197,10 @@ def _given(name: str, source: Any, seed: int) -> nn.Module:
         # models of a run that name one function start equal, whatever was drawn before
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
-            built = source()
+            try:
+                built = source()
+            except Exception as error:  # the user's function; reported with its model, and chained
+                raise EngineError(f"model '{name}': its function failed: {type(error).__name__}: {error}") from error
         if isinstance(built, nn.Module):
             return copy.deepcopy(built)  # it may hand out one module each time it is asked
         raise EngineError(

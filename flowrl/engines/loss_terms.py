@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowrl.engines.segments import Segments
 from flowrl.errors import OperatorError, SchemaError
+from flowrl.graph.code import place_of
 from flowrl.graph.losses import SEGMENTS, Loss, Product, Scale, Sum, Term, is_live
 from flowrl.graph.operators import Read
 from flowrl.schema.ragged import Ragged
@@ -123,20 +124,47 @@ def _term(term: Term, scope: Scope) -> Packed:
     given = {read.param: scope.read(read, term) for read in term.reads}
     if takes_segments(function):
         given[SEGMENTS] = scope.segments
-    answer = function(**given, **dict(term.config))
+    before = {
+        name: value._version for name, value in scope.live.items()
+    }  # stored columns are copies, each term its own
+    try:
+        answer = function(**given, **dict(term.config))
+    except (Exception, SystemExit) as error:  # whatever a user's loss raises is reported with its place, and chained
+        raise OperatorError(
+            f"loss '{term.short_name}' ({place_of(function)}) failed: {type(error).__name__}: {error} "
+            f"(its columns: {_shapes(given)})"
+        ) from error
+    changed = [name for name, version in before.items() if scope.live[name]._version != version]
+    if changed:
+        raise OperatorError(
+            f"loss '{term.short_name}' ({place_of(function)}) changes '{changed[0]}' in place, which all terms share: "
+            "compute a new tensor"
+        )
     metrics: Mapping[str, Any] = {}
     if isinstance(answer, tuple):
+        if len(answer) != 2 or not isinstance(answer[1], Mapping):
+            raise OperatorError(
+                f"loss '{term.short_name}' ({place_of(function)}) returns the loss, or (loss, {{name: numbers to log}}); found "
+                f"{len(answer)} values"
+            )
         answer, metrics = answer
     num_tokens, num_rows = len(scope.flat_T), scope.segments.num_rows
     expected = num_tokens if term.per == "token" else num_rows
-    if not isinstance(answer, Tensor) or answer.shape != (expected,):
-        found = f"shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+    if not isinstance(answer, Tensor) or answer.shape != (expected,) or answer.is_complex():
+        found = f"{answer.dtype}, shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
         raise OperatorError(
             f"loss '{term.short_name}' must return one number per {'trained token' if term.per == 'token' else 'row'} "
             f"[{expected}]; found {found}; averaging is the update's business (average=)"
         )
     scope.log(term, metrics, num_tokens)
     return Packed(token=answer) if term.per == "token" else Packed(sample=answer)
+
+
+def _shapes(given: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {list(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+        for name, value in given.items()
+    )
 
 
 def takes_segments(function: Callable[..., Any]) -> bool:

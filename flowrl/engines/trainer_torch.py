@@ -38,7 +38,7 @@ from flowrl.engines.packing import (
 from flowrl.engines.protocol import Stat, UpdateJob, UpdateReport
 from flowrl.engines.segments import Segments
 from flowrl.engines.weights import Weights, to_numpy
-from flowrl.errors import ConfigError, DataError, EngineError
+from flowrl.errors import ConfigError, DataError, EngineError, OperatorError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.model import AdamW
 from flowrl.schema.columns import nearest
@@ -206,14 +206,22 @@ class Trainer:
         groups = self._groups(work, rows)
         loss = torch.zeros((), device=self.forward.device)
         metrics: dict[str, tuple[Tensor, int]] = {}
+        is_live = False
         for block in split_by_tokens(work.lengths[rows], self.micro_batch_tokens, groups=groups):
             part, found = self._micro_batch(work, rows[block], token_weight, row_weight)
             if part.requires_grad:
+                is_live = True
                 part.backward()
             loss += part.detach()
             for name, (total, count) in found.items():
                 before = metrics.get(name)
                 metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+        if not is_live:
+            raise OperatorError(
+                f"the loss {', '.join(t.short_name for t in work.job.loss.terms())} does not depend on the model, so nothing "
+                "would be learned: it reads no live column (logprobs, entropy, values, scores, logits), or cuts the gradient "
+                "(.detach(), a comparison, NumPy)"
+            )
         return Step(loss, metrics)
 
     def _micro_batch(
