@@ -70,12 +70,12 @@ class AdamW:
             raise ConfigError(_one_of("schedule", self.schedule, SCHEDULES))
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule '{self.schedule}' needs total_steps, the optimizer step at which it ends")
+        if isinstance(self.lr, int | float) and not self.lr > 0:
+            raise ConfigError(f"AdamW needs lr > 0; found {self.lr!r}")
         for name in ("lr", "eps", "weight_decay", "min_lr"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ConfigError(f"AdamW needs a finite number of at least 0 for {name}; found {value!r}")
-        if not self.lr > 0:
-            raise ConfigError(f"AdamW needs lr > 0; found {self.lr!r}")
         betas: object = self.betas
         is_pair = isinstance(betas, tuple | list) and len(betas) == 2
         if not is_pair or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas):

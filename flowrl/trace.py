@@ -89,11 +89,12 @@ class LineWriter:
     def flush(self) -> None:
         """Hand everything written to the operating system: a killed process loses none of it."""
         if self._lines:
-            text = "\n".join(self._lines) + "\n"
-            self._lines = []
             # one write of whole lines; surrogates that a tokenizer may leave in text are escaped, not fatal
+            data = ("\n".join(self._lines) + "\n").encode("utf-8", "backslashreplace")
             with open(self.path, "ab", buffering=0) as file:
-                file.write(text.encode("utf-8", "backslashreplace"))
+                while data:  # a disk that is nearly full takes a part, and refuses the next
+                    data = data[file.write(data) :]
+            self._lines = []
 
     def close(self) -> None:
         self.flush()

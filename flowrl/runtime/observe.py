@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from flowrl.engines.protocol import Host
+from flowrl.errors import RunError
 from flowrl.graph.losses import Loss
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall
@@ -69,8 +71,30 @@ class Observation:
             self.run.status = "finished"
         else:
             self.run.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self.folder is not None:
-            self.folder.finish(self.run.status, error)
+        if self.folder is None:
+            return
+        failure = error if self.run.status == "failed" else None
+        if error is None:
+            with self._writing(self.folder):
+                self.folder.finish(self.run.status, failure)
+            return
+        try:
+            self.folder.finish(self.run.status, failure)
+        except (OSError, RunError) as second:  # what ended the run is what must be seen
+            error.add_note(f"and the end of run '{self.folder.path}' could not be written: {second}")
+
+    @contextmanager
+    def _writing(self, folder: RunDir) -> Iterator[None]:
+        """Errors: RunError when the folder of the run has gone, or takes no more."""
+        try:
+            if not folder.is_there:
+                raise FileNotFoundError("its folder was removed or renamed while it ran, and what was in it is gone")
+            yield
+        except OSError as error:
+            raise RunError(
+                f"run '{folder.path}' cannot be written in step {self.step}: {error}; run again with room on the disk, or "
+                "elsewhere with out="
+            ) from error
 
     def step_begins(self, step: int) -> None:
         self.step = step
@@ -93,7 +117,8 @@ class Observation:
         )  # fmt: skip
         self.folder.trace.add(event)
         if batch is not None and ("*" in self.options.record or name in self.options.record):
-            self.folder.write_edge(self.step, name, batch)
+            with self._writing(self.folder):
+                self.folder.write_edge(self.step, name, batch)
 
     def step_done(self, step: int, log: StepLog) -> None:
         """Turn what the step logged into metrics, and show and write them."""
@@ -108,9 +133,10 @@ class Observation:
         self.run.metrics.append(numbers)
         samples = list(pick_samples(log, self.options.log_samples))
         if self.folder is not None:
-            self.folder.write_metrics(step, numbers, notes=log.notes)
-            self.folder.write_samples(step, samples)
-            self.folder.flush()
+            with self._writing(self.folder):
+                self.folder.write_metrics(step, numbers, notes=log.notes)
+                self.folder.write_samples(step, samples)
+                self.folder.flush()
         self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=log.notes)
 
 

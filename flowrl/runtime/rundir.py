@@ -205,6 +205,11 @@ class RunDir:
     # ------------------------------------------------------------------------------------------------------- reading
 
     @property
+    def is_there(self) -> bool:
+        """Whether the folder still is where it was made."""
+        return (self.path / "run.json").is_file()
+
+    @property
     def info(self) -> dict[str, Any]:
         """What `run.json` holds."""
         return dict(self._info) if self._writes else self._read_info()

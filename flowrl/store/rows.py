@@ -477,7 +477,7 @@ def _text_bytes(array: np.ndarray) -> int:
     if values and isinstance(values[0], bytes):
         return len(b"".join(values))
     text = "".join(values)  # one pass in C; asking every string would cost more than the rows are worth
-    return len(text) if text.isascii() else len(text.encode())
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def _same(mine: Values, theirs: Values) -> bool:
