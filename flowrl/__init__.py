@@ -1,5 +1,7 @@
 """FlowRL: a composable dataflow language for RL post-training of language models.
 
+Example:
+
     import flowrl as fr
 
     @fr.flow

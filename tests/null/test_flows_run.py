@@ -21,12 +21,13 @@ PAIRS = [
 ]
 JUDGE = fr.Model(None, head="reward")
 MODEL = fr.Model(TABLE, optimizer=fr.AdamW(lr=1e-3))
+CRITIC = fr.Model(None, head="value")
 
 FLOWS: list[tuple[Flow, dict[str, Any], dict[str, Any]]] = [
     (grpo.grpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}),
     (grpo.grpo_moving_ref, {}, {"prompts": PROMPTS, "heldout": fr.Data(PROMPTS, batch="all"), "policy": MODEL, "ref": MODEL}),
-    (ppo.ppo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": fr.Model(None, head="value"), "judge": JUDGE}),
-    (ppo.ppo_warm, {"warmup": 2}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": fr.Model(None, head="value"), "judge": JUDGE}),
+    (ppo.ppo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE}),
+    (ppo.ppo_warm, {"warmup": 2}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE}),
     (dapo.dapo, {"group_size": 4}, {"prompts": PROMPTS, "policy": MODEL}),
     (remax.remax, {}, {"prompts": PROMPTS, "policy": MODEL}),
     (online_dpo.online_dpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "judge": JUDGE}),
