@@ -19,8 +19,10 @@ from flowrl.runtime.tables import unique_prompts
 from flowrl.schema import standard as s
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.ragged import Ragged
-from flowrl.schema.types import TOKEN
+from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store.rows import RowBatch
+
+Compute = Callable[[Host, TokenRows], np.ndarray | Ragged]
 
 
 @dataclass(slots=True)
@@ -292,11 +294,24 @@ def token_rows(rows: RowBatch) -> TokenRows:
     return TokenRows(rows["prompt_ids"], rows["response_ids"], np.asarray(temperature, np.float32))
 
 
-def logprobs(node: Node, context: Context) -> Table:
+def _forward(node: Node, context: Context, kind: ColumnType, compute: Compute, *logged: str) -> Table:
+    """Add the column `out` that a model computes from token columns."""
     table, host = context.table(node), context.host(node)
     rows = tokenized(table.batch, host)
-    made = rows.with_column(node["out"], host.logprobs(token_rows(rows)), TOKEN.f32)
-    return result(context, node, made, table=table)
+    made = rows.with_column(node["out"], compute(host, token_rows(rows)), kind)
+    return result(context, node, made, *logged, table=table)
+
+
+def logprobs(node: Node, context: Context) -> Table:
+    return _forward(node, context, TOKEN.f32, lambda host, rows: host.logprobs(rows))
+
+
+def values(node: Node, context: Context) -> Table:
+    return _forward(node, context, TOKEN.f32, lambda host, rows: host.values(rows))
+
+
+def score(node: Node, context: Context) -> Table:
+    return _forward(node, context, s.REWARD.type, lambda host, rows: host.score(rows), node["out"])
 
 
 def top_logprobs(node: Node, context: Context) -> Table:
@@ -307,20 +322,6 @@ def top_logprobs(node: Node, context: Context) -> Table:
     rows = rows.with_column(f"{out}_ids", ids, TOKEN.i32[node["k"]])
     rows = rows.with_column(f"{out}_logprobs", values, TOKEN.f32[node["k"]])
     return result(context, node, rows, table=table)
-
-
-def values(node: Node, context: Context) -> Table:
-    table, host = context.table(node), context.host(node)
-    rows = tokenized(table.batch, host)
-    made = rows.with_column(node["out"], host.values(token_rows(rows)), TOKEN.f32)
-    return result(context, node, made, table=table)
-
-
-def score(node: Node, context: Context) -> Table:
-    table, host = context.table(node), context.host(node)
-    rows = tokenized(table.batch, host)
-    made = rows.with_column(node["out"], host.score(token_rows(rows)), s.REWARD.type)
-    return result(context, node, made, node["out"], table=table)
 
 
 def update(node: Node, context: Context) -> Version:
