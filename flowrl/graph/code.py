@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from flowrl.errors import TraceError
+from flowrl.errors import PackError, TraceError
 
 HASH_LENGTH = 12
 
@@ -229,7 +229,8 @@ class FunctionRef:
         """The function itself; imported by path when the graph came from text."""
         if self.function is not None:
             return self.function
-        return resolve(self.path)
+        found: Callable[..., Any] = resolve(self.path)
+        return found
 
     @property
     def place(self) -> Place:
@@ -266,7 +267,21 @@ def resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     if "<locals>" in name or module == "__main__":
         raise TraceError(f"'{path}' was defined inside a function or a script and cannot be imported from a text form")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PackError(
+            f"a graph names '{path}', which cannot be imported ({error}); run where its module is, or give the flow itself"
+        ) from error
     return found
+
+
+def refuse_changed(path: str, then: str, now: str) -> None:
+    """Errors: TraceError when code that a text names by its hash has another one now."""
+    if then and then != now:
+        raise TraceError(
+            f"'{path}' has changed since the text of the graph was written (hash {then} then, {now} now); give the flow "
+            "itself to run the code as it is now, or write the new hash into the text"
+        )

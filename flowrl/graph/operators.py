@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed
 from flowrl.graph.values import Scalar, freeze, freeze_config
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
@@ -137,6 +137,7 @@ class OperatorCall:
             return self.function
         found = FunctionRef(self.name, self.hash).resolve()
         if isinstance(found, Operator):
+            refuse_changed(self.name, self.hash, found.hash)
             return found.function
         raise ConfigError(f"'{self.name}' is not an operator any more; found {type(found).__name__}")
 

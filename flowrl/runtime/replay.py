@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.engines import open_engine
 from flowrl.errors import ConfigError, RunError
 from flowrl.graph.flows import Flow
+from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.text import from_text
 from flowrl.model import Model
@@ -75,6 +76,16 @@ def replay(
     handler = HANDLERS.get(found.kind)
     if handler is None or found.body is not None:
         raise RunError(f"node '{node}' is of kind '{found.kind}', which cannot be replayed alone")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ConfigError(f"replay needs the number of a step; found {step!r}")
+    if KINDS[found.kind].gives == "weights":
+        raise RunError(f"node '{node}' changes weights; only nodes that give rows can be replayed")
+    is_stateful = KINDS[found.kind].has_state or (found.kind == "apply" and found["operator"].state_param)
+    if is_stateful and step > 0:
+        raise RunError(
+            f"node '{node}' remembers earlier steps, and what it remembered at step {step} was not recorded; it can be "
+            "replayed at step 0 only"
+        )
     values: dict[str, Value] = {}
     for port, source in found.inputs:
         if port in ("model", "source"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import flowrl as fr
-from flowrl.errors import TextError
+from flowrl.errors import PackError, TextError
 from flowrl.graph.code import code_hash
 from flowrl.graph.text import from_text, to_text
 from tests.null.graph import pieces as p
@@ -109,7 +109,7 @@ def test_reading_a_text_imports_no_operator() -> None:
     text = to_text(grpo.graph()).replace("tests.null.graph.pieces", "a_pack_that_is_not_there.losses")
     graph = from_text(text)
     assert graph.check() == ()
-    with pytest.raises(ModuleNotFoundError, match="a_pack_that_is_not_there"):
+    with pytest.raises(PackError, match="a_pack_that_is_not_there"):
         graph["math"]["operator"].resolve()
 
 
