@@ -10,6 +10,7 @@ BENCHMARKS = {
     "lines": "how long the flows of examples/ are",
     "graph": "import, building and checking a flow, a step without a model",
     "overhead": "a step of a flow against the same step written by hand",
+    "shared_prompt": "an update that runs each prompt once, against whole rows",
     "curve": "draw metrics of runs as an SVG (no measurement)",
     "trl_grpo": "GRPO on a tiny model against TRL's GRPOTrainer (makes an environment of its own at first)",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from flowrl.cli.commands import OK, PROBLEMS, table
@@ -12,6 +13,7 @@ from flowrl.errors import ConfigError, PackError
 from flowrl.graph import packs
 from flowrl.graph.losses import LossFunction
 from flowrl.graph.operators import REQUIRED, Operator, OperatorCall
+from flowrl.recipe import targets
 
 
 def list_packs(only: str | None) -> int:
@@ -39,7 +41,7 @@ def list_packs(only: str | None) -> int:
 def show_operator(name: str) -> int:
     """One operator or loss in full."""
     packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
-    found = _asked(lambda: packs.find(name))
+    found = _in_file(name) if ":" in name or name.endswith(".py") else _asked(lambda: packs.find(name), name)
     is_loss = isinstance(found, LossFunction)
     rows = [["kind", "loss" if is_loss else "filter" if found.declared.is_filter else "operator"]]
     rows += [["defined", f"{found.name} ({found.place})"], ["hash", found.hash], ["locality", _locality(found)]]
@@ -64,12 +66,25 @@ def show_operator(name: str) -> int:
     return OK
 
 
-def _asked(look_up: Callable[[], Any]) -> Any:
+def _in_file(target: str) -> Operator | LossFunction:
+    """The operator or loss that `FILE.py:NAME` or `module:NAME` names."""
+    where, name = targets.split_target(target)
+    if not name:
+        raise ConfigError(f"name the operator or loss of the file: {where}:NAME")
+    found = targets.find(target)
+    if not isinstance(found, Operator | LossFunction):
+        raise ConfigError(f"'{target}' is a {type(found).__name__}; it should be an operator or a loss")
+    return found
+
+
+def _asked(look_up: Callable[[], Any], name: str = "") -> Any:
     """A look-up of what was typed: a name that does not exist is wrong usage."""
     try:
         return look_up()
     except PackError as error:
-        raise ConfigError(str(error)) from error
+        pack = name.partition(".")[0]
+        own = f"; what a file defines is named {pack}.py:NAME" if Path(f"{pack}.py").is_file() else ""
+        raise ConfigError(f"{error}{own}") from error
 
 
 def _print_rows(what: str, rows: list[list[str]]) -> None:

@@ -65,8 +65,9 @@ examples:
   flowrl ops list
   flowrl ops list --pack core""",
     "ops show": """\
-example:
-  flowrl ops show core.group_norm""",
+examples:
+  flowrl ops show core.group_norm
+  flowrl ops show my_flow.py:my_advantage""",
     "runs": """\
 example:
   flowrl runs show runs/grpo-1""",
@@ -134,7 +135,7 @@ def build_parser(version: str, options_help: str) -> Parser:
     listed = _command(ops_commands, "ops list", "operators of every pack, with what they read and write")
     listed.add_argument("--pack", metavar="PACK", help="only this pack")
     shown = _command(ops_commands, "ops show", "one operator in full: columns, locality, configuration, hash, place")
-    shown.add_argument("operator", metavar="PACK.OPERATOR")
+    shown.add_argument("operator", metavar="OPERATOR", help="PACK.OPERATOR, or FILE.py:NAME for one of yours")
 
     runs = _command(commands, "runs", "look at runs that were written")
     runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)

@@ -132,7 +132,7 @@ def _term(term: Term, scope: Scope) -> Packed:
     except (Exception, SystemExit) as error:  # whatever a user's loss raises is reported with its place, and chained
         raise OperatorError(
             f"loss '{term.short_name}' ({place_of(function)}) failed: {type(error).__name__}: {error} "
-            f"(its columns: {_shapes(given)})"
+            f"(its columns: {_shapes(given)}){_per_row_hint(given, term, scope)}"
         ) from error
     changed = [name for name, version in before.items() if scope.live[name]._version != version]
     if changed:
@@ -152,12 +152,32 @@ def _term(term: Term, scope: Scope) -> Packed:
     expected = num_tokens if term.per == "token" else num_rows
     if not isinstance(answer, Tensor) or answer.shape != (expected,) or answer.is_complex():
         found = f"{answer.dtype}, shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+        fix = "averaging is the update's business (average=)"
+        if term.per == "token" and isinstance(answer, Tensor) and answer.shape == (num_rows,):
+            fix = 'a loss that gives one number per row is declared @fr.loss(per="sample")'
         raise OperatorError(
             f"loss '{term.short_name}' must return one number per {'trained token' if term.per == 'token' else 'row'} "
-            f"[{expected}]; found {found}; averaging is the update's business (average=)"
+            f"[{expected}]; found {found}; {fix}"
         )
     scope.log(term, metrics, num_tokens)
     return Packed(token=answer) if term.per == "token" else Packed(sample=answer)
+
+
+def _per_row_hint(given: Mapping[str, Any], term: Term, scope: Scope) -> str:
+    """What to write when a term per token reads a column that has one number per row, and the shapes do not fit."""
+    rows = (scope.segments.num_rows,)
+    coarse = [
+        read
+        for read in term.reads
+        if not is_live(read) and isinstance(given[read.param], Tensor) and given[read.param].shape == rows
+    ]
+    if term.per != "token" or not coarse:
+        return ""
+    read = coarse[0]
+    return (
+        f"; '{read.column}' has one number per row: to have it at every token, declare "
+        f'{read.param}s: fr.TOKEN.f32.or_broadcast("{read.column}")'
+    )
 
 
 def _shapes(given: Mapping[str, Any]) -> str:

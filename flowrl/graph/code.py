@@ -266,7 +266,10 @@ def resolve(path: str) -> Any:
     """Import what `module:qualname` names."""
     module, _, name = path.partition(":")
     if "<locals>" in name or module == "__main__":
-        raise TraceError(f"'{path}' was defined inside a function or a script and cannot be imported from a text form")
+        raise TraceError(
+            f"'{path}' was defined inside a function or a script and cannot be imported from a text form; give the flow "
+            "itself, e.g. fr.replay(..., flow=...), or define it at the top of a module"
+        )
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):

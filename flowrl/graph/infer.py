@@ -92,7 +92,9 @@ class Inference:
                 f"node '{later[0]}' writes it, on another branch or later: pass on the rows that '{later[0]}' gives "
                 "(a select on the way must keep it)"
             )
-        hint = nearest(name, rows.columns)
+        # a name that is close to one the model computes live can only have been meant in a loss
+        live = s.LIVE if node.kind == "update" and name not in s.STANDARD else ()
+        hint = nearest(name, (*rows.columns, *live))
         known = self.writers.get(name, ())
         if known:
             calls = " or ".join(f"{path.partition('.')[2]}(rows)" for path in known[:3])

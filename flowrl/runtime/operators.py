@@ -134,7 +134,8 @@ class _Work:
         for column, values in returned.items():
             length = len(values) if hasattr(values, "__len__") else None
             if length != count:
-                found = f"{length} values" if length is not None else f"a {type(values).__name__}"
+                found = f"a {type(values).__name__}" if length is None else f"{length} value{'s' if length != 1 else ''}"
+                found = "None (does it return?)" if values is None else found
                 raise self.wrong(f"'{column}' needs one value per row ({count}); found {found}", which)
         return dict(returned), mask
 

@@ -42,6 +42,13 @@ class Replayed:
         """Whether now and then agree, value for value."""
         return self.recorded is not None and self.rows.equals(self.recorded)
 
+    def __str__(self) -> str:
+        if self.recorded is None:
+            then = "what it gave then was not recorded"
+        else:
+            then = "equal to the recorded ones" if self.is_equal else "not equal to the recorded ones"
+        return f"<{len(self.rows)} rows, {then}>"
+
 
 def replay(
     run: Run | str | Path,

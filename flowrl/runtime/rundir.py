@@ -103,7 +103,13 @@ class RunDir:
         if not (path / "run.json").is_file():
             beside = sorted(p.parent.name for p in path.parent.glob("*/run.json")) if path.parent.is_dir() else []
             inside = sorted(p.parent.name for p in path.glob("*/run.json")) if path.is_dir() else []
-            hint = f"it holds the runs {', '.join(inside)}" if inside else f"beside it: {nearest(path.name, beside)}"
+            usual = path.parent / "runs" / path.name
+            if inside:
+                hint = f"it holds the runs {', '.join(inside)}"
+            elif (usual / "run.json").is_file():
+                hint = f"did you mean '{usual}'?"
+            else:
+                hint = f"beside it: {nearest(path.name, beside)}" if beside else "there is no run beside it"
             raise RunError(f"'{path}' is not the folder of a run (no run.json); {hint}")
         return cls(path, writes=False)
 

@@ -157,3 +157,22 @@ def test_an_architecture_without_such_a_cache_runs_whole_rows() -> None:
             return (torch.nn.functional.one_hot(input_ids, 14).float(),)
 
     assert not can_split(Bare(), 14, torch.device("cpu"))
+
+
+def test_the_probe_tells_rounding_from_a_wrong_architecture() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "hidden_size": 256, "num_hidden_layers": 6}, num_key_value_heads=4)
+    )
+    base = model.to(torch.bfloat16).eval().base_model
+    assert can_split(base, 14, torch.device("cpu"))
+    base = base.to(torch.float32)
+    assert can_split(base, 14, torch.device("cpu"))
+
+    class Shifted(torch.nn.Module):
+        """Loses the positions it is given, as some caches do."""
+
+        def forward(self, position_ids: torch.Tensor | None = None, **inputs: object) -> object:
+            return base(**inputs, position_ids=None if position_ids is None else position_ids * 0)
+
+    assert not can_split(Shifted(), 14, torch.device("cpu"))

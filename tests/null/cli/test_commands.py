@@ -31,7 +31,7 @@ OPTIONS = {
     ],
     "ops": ["--help", "--traceback"],
     "ops list": ["--help", "--pack", "--traceback"],
-    "ops show": ["--help", "--traceback", "PACK.OPERATOR"],
+    "ops show": ["--help", "--traceback", "OPERATOR"],
     "runs": ["--help", "--traceback"],
     "runs show": ["--help", "--traceback", "FOLDER"],
 }  # fmt: skip

@@ -70,7 +70,9 @@ def test_failure_names_operator_line_flow_line_and_group():
     with pytest.raises(OperatorError) as caught:
         run_operator(broken.bind(), rows(**GROUPS), place=fr.graph.code.Place("flow.py", 7, "broken(rows)"))
     text = str(caught.value)
-    assert "broken" in text and "test_operators.py:" in text and "flow.py:7" in text and "prompt_id='a' (2 rows)" in text
+    assert (
+        "broken" in text and "test_operators.py:" in text and "flow.py:7" in text and "prompt_id='a' (2 rows)" in text
+    )
     assert isinstance(caught.value.__cause__, KeyError)
 
 
