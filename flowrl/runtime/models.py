@@ -357,13 +357,21 @@ def update(node: Node, context: Context) -> Version:
     )
     report = host.update(job)
     if report.skipped:
-        context.log.notes.append(f"{node.name}: {report.skipped} optimizer steps skipped, not finite")
+        steps = f"{report.skipped} optimizer step{'s' if report.skipped != 1 else ''} skipped, not finite"
+        context.log.notes.append(f"{node.name}: {steps}{_not_finite(columns)}")
     elif not report.steps:
         context.log.notes.append(
             f"{node.name}: no token of {len(rows)} rows trains, so '{host.name}' keeps its weights"
         )
     context.log.updates.append((context.path + node.name, report))
     return Version(host)
+
+
+def _not_finite(columns: dict[str, np.ndarray | Ragged]) -> str:
+    """Which stored columns of a loss hold NaN or infinity: where to look first."""
+    plain = {name: column.values if isinstance(column, Ragged) else column for name, column in columns.items()}
+    found = [repr(n) for n, values in plain.items() if values.dtype.kind == "f" and not np.isfinite(values).all()]
+    return f" ({', '.join(found)} {'is' if len(found) == 1 else 'are'} not finite in some rows)" if found else ""
 
 
 def assign(node: Node, context: Context) -> Version:
