@@ -41,7 +41,7 @@ def list_packs(only: str | None) -> int:
 def show_operator(name: str) -> int:
     """One operator or loss in full."""
     packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
-    found = _in_file(name) if ":" in name or name.endswith(".py") else _asked(lambda: packs.find(name), name)
+    found: Any = _in_file(name) if ":" in name or name.endswith(".py") else _asked(lambda: packs.find(name), name)
     is_loss = isinstance(found, LossFunction)
     rows = [["kind", "loss" if is_loss else "filter" if found.declared.is_filter else "operator"]]
     rows += [["defined", f"{found.name} ({found.place})"], ["hash", found.hash], ["locality", _locality(found)]]

@@ -134,7 +134,9 @@ class _Work:
         for column, values in returned.items():
             length = len(values) if hasattr(values, "__len__") else None
             if length != count:
-                found = f"a {type(values).__name__}" if length is None else f"{length} value{'s' if length != 1 else ''}"
+                found = (
+                    f"a {type(values).__name__}" if length is None else f"{length} value{'s' if length != 1 else ''}"
+                )
                 found = "None (does it return?)" if values is None else found
                 raise self.wrong(f"'{column}' needs one value per row ({count}); found {found}", which)
         return dict(returned), mask

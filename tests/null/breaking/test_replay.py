@@ -46,3 +46,23 @@ def test_a_text_whose_code_is_not_there():
     text = str(remembers.graph()).replace("tests.null.breaking.pieces:length", "tests.null.breaking.nowhere:length")
     with pytest.raises(PackError, match="nowhere:length', which cannot be imported"):
         run(fr.from_text(text), checks=False)
+
+
+def test_an_operator_of_a_script_is_replayed_with_the_flow(tmp_path):
+    @fr.operator(writes={"x": fr.SAMPLE.f32})
+    def doubled(reward):
+        return reward * 2
+
+    @fr.flow
+    def flow(prompts, policy):
+        rows = doubled(length(fr.rollout(policy, prompts, n=2)))
+        fr.log(rows, "x")
+        return trained(rows, policy)
+
+    done = run(flow, record=("*",), out=str(tmp_path))
+    with pytest.raises(TraceError, match=r"give the flow itself, e.g. fr.replay\(..., flow=...\)"):
+        fr.replay(done.path, 0, "doubled")
+    again = fr.replay(done.path, 0, "doubled", flow=flow)
+    assert str(again) == f"<{len(again.rows)} rows, equal to the recorded ones>"
+    assert "was not recorded" in str(fr.runtime.replay.Replayed(again.rows, None))
+    assert "not equal" in str(fr.runtime.replay.Replayed(again.rows, again.recorded.take([0])))

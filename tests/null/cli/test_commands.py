@@ -119,6 +119,13 @@ def test_version(cli: Cli) -> None:
             "option 'record' names 'lenght', which is no node of flow 'grpo' as it runs; did you mean 'length'?",
         ),
         (["ops", "show", "core.group_nrm"], "pack 'core' has no 'group_nrm'; did you mean 'group_norm'"),
+        (
+            ["ops", "show", "flow.length"],
+            "no pack 'flow' is installed; there are 'core'; what a file defines is named flow.py:NAME",
+        ),
+        (["ops", "show", "flow.py"], "name the operator or loss of the file: flow.py:NAME"),
+        (["ops", "show", "flow.py:grpo"], "'flow.py:grpo' is a Flow; it should be an operator or a loss"),
+        (["ops", "show", "flow.py:lenght"], "flow.py has no 'lenght'; did you mean 'length'?"),
         (["ops", "list", "--pack", "cor"], "no pack 'cor' is installed; did you mean 'core'?"),
     ],
 )
@@ -343,6 +350,13 @@ def test_ops_show(cli: Cli) -> None:
     assert "clip = 0.2" in loss
     required = cli("ops", "show", "core.overlong").out
     assert "(required)" in required
+
+
+def test_ops_show_takes_what_a_file_defines(folder: Path, cli: Cli) -> None:
+    result = cli("ops", "show", "flow.py:length")
+    assert result.code == 0
+    assert result.out.startswith("flow.py:length\n")
+    assert "response: SAMPLE.str" in result.out and "reward: SAMPLE.f32" in result.out
 
 
 class Entry:

@@ -65,6 +65,28 @@ def test_c01_names_the_nearest_column() -> None:
     assert "'rewards'" in found.found and "did you mean 'reward'" in found.fix
 
 
+def test_c01_names_what_the_model_computes_in_a_loss_only() -> None:
+    @fr.loss
+    def policy_gradient(logprob, advantage):
+        return -advantage * logprob
+
+    @fr.operator(writes={"x": S.f32})
+    def reads_logprob(logprob: T.f32):
+        return logprob.mean()
+
+    @fr.flow
+    def in_a_loss(prompts, policy):
+        rows = p.group_norm(p.math(fr.rollout(policy, prompts, n=4)))
+        return fr.update(policy, rows, loss=policy_gradient())  # c01-live
+
+    @fr.flow
+    def in_an_operator(prompts, policy):
+        return reads_logprob(fr.rollout(policy, prompts, n=4))  # c01-stored
+
+    assert only(in_a_loss, "FR-C01", "c01-live").fix.startswith("did you mean 'logprobs'")
+    assert only(in_an_operator, "FR-C01", "c01-stored").fix == "did you mean 'rollout_logprobs'?"
+
+
 def test_c01_names_the_node_on_another_branch() -> None:
     @fr.flow
     def forgotten(prompts, policy):

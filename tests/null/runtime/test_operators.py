@@ -203,3 +203,21 @@ def test_state_is_kept_between_calls():
 def test_no_rows_is_not_an_error_for_group_operators():
     empty = rows(**GROUPS).take(np.zeros(0, np.int64))
     assert len(run_operator(centre.bind(), empty).rows["centred"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (None, r"found None \(does it return\?\)"),
+        ([1.0], "found 1 value$"),
+        ([1.0, 2.0], "found 2 values$"),
+        (1.0, "a float$"),
+    ],
+)
+def test_what_was_returned_is_named(returned: Any, found: str) -> None:
+    @fr.operator(writes={"x": fr.SAMPLE.f32}, locality="batch")
+    def gives(reward: fr.SAMPLE.f32):
+        return returned
+
+    with pytest.raises(OperatorError, match=found):
+        run_operator(gives.bind(), rows(**GROUPS))

@@ -263,3 +263,11 @@ def test_run_json_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
     (folder.path / "run.json").write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         _ = RunDir.open(folder.path).info
+
+
+def test_a_run_named_without_its_folder_is_found(tmp_path: Path) -> None:
+    made = RunDir.create(tmp_path / "runs", "mine")
+    with pytest.raises(RunError, match=f"did you mean '{tmp_path / 'runs' / made.path.name}'"):
+        RunDir.open(tmp_path / made.path.name)
+    with pytest.raises(RunError, match="there is no run beside it"):
+        RunDir.open(tmp_path / "other")
