@@ -157,9 +157,10 @@ def _ask_hub(name: str, repo: str) -> None:
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no answer'}"
             )
     if reason:
+        dry = 'for a run without models give engine="null"; otherwise ' if repo == "null" else ""
         raise EngineError(
             f"model '{name}': '{repo}' is no folder here, is not in the local cache, and the hub cannot give it ({reason}); "
-            "check the spelling, or download it and give its folder"
+            f"{dry}check the spelling, or download it and give its folder"
         )
 
 

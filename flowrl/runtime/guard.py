@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ def time_limit(seconds: float | None) -> Iterator[Call]:
 
     A call that takes longer is a WaitTimeout. In the main thread it is interrupted where it is (a Unix alarm); elsewhere it
     is left behind in a daemon thread. Under a debugger there is no limit, so that a breakpoint may be looked at for as long
-    as it takes.
+    as it takes; leaving it (`q`) is a KeyboardInterrupt.
     """
     if seconds is None:
         yield _without_limit
@@ -62,16 +63,32 @@ def _expire(number: int, frame: FrameType | None) -> None:
         raise _Expired
 
 
+def _called(function: Callable[[], Any]) -> Any:
+    """`function()`; leaving a debugger inside it is an interrupt of the run, and no failure of the function."""
+    try:
+        return function()
+    except Exception as error:
+        if not _is_quit(error):
+            raise
+        raise KeyboardInterrupt("the debugger was left") from error
+
+
+def _is_quit(error: Exception) -> bool:
+    """Whether `q` was typed in pdb, or in pytest's."""
+    kind = type(error)
+    return isinstance(error, bdb.BdbQuit) or (kind.__module__, kind.__name__) == ("_pytest.outcomes", "Exit")
+
+
 def _without_limit(function: Callable[[], Any], what: str) -> Any:
-    return function()
+    return _called(function)
 
 
 def _with_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
     if sys.gettrace() is not None:
-        return function()
+        return _called(function)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        return function()
+        return _called(function)
     except _Expired:
         raise WaitTimeout(f"{what} took longer than {seconds:g} s") from None
     finally:
@@ -91,18 +108,18 @@ def _with_inner_alarm(function: Callable[[], Any], seconds: float, what: str) ->
             if outer:
                 signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 1e-3))
     signal.setitimer(signal.ITIMER_REAL, outer)
-    return function()
+    return _called(function)
 
 
 def _with_thread(function: Callable[[], Any], seconds: float, what: str) -> Any:
     if sys.gettrace() is not None:
-        return function()
+        return _called(function)
     result: list[Any] = []
     failure: list[BaseException] = []
 
     def work() -> None:
         try:
-            result.append(function())
+            result.append(_called(function))
         except BaseException as error:  # carried to the caller, whatever it is
             failure.append(error)
 

@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,8 @@ def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: in
     nodes = {node.name: node for node in graph.inputs}
     for name in inputs:
         if name not in nodes:
-            raise ConfigError(f"flow '{graph.name}' has no input '{name}'; {nearest(name, (*nodes, *OPTION_NAMES))}")
+            known = (*nodes, *OPTION_NAMES, *inspect.getfullargspec(run_local).kwonlyargs)
+            raise ConfigError(f"flow '{graph.name}' has no input '{name}'; {nearest(name, known)}")
     missing = [name for name, node in nodes.items() if name not in inputs and node["kind"] != "unused"]
     optimised, notes = optimise(graph)
     _refuse_unknown_nodes(optimised, settings.record)

@@ -149,7 +149,10 @@ class PlainProgress(Progress):
         self._file.flush()
 
     def _start(self) -> None:
-        self._print(f"{self.name}: {self.steps} steps" + (f", in {self._path}" if self._path else ""))
+        self._print(
+            f"{self.name}: {self.steps} step{'s' if self.steps != 1 else ''}"
+            + (f", in {self._path}" if self._path else "")
+        )
 
     def _step(
         self, step: int, metrics: Mapping[str, float], sample: Mapping[str, Any] | None, notes: tuple[str, ...]

@@ -172,6 +172,8 @@ def test_an_unknown_hub_name_is_told(monkeypatch):
         EngineError, match="'someone/nothing' is no folder here, is not in the local cache.*HF_HUB_OFFLINE"
     ):
         open_model("someone/nothing", "generate")
+    with pytest.raises(EngineError, match='for a run without models give engine="null"'):
+        open_model("null", "generate")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", _unreachable)
     with pytest.raises(EngineError, match="TimeoutError: no route"):

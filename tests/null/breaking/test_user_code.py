@@ -1,5 +1,7 @@
 """What a user's functions do wrong: one error with the function's line and the flow's, or a flagged row; never silence."""
 
+import bdb
+import json
 import re
 import sys
 
@@ -241,3 +243,22 @@ def test_a_run_inside_a_reward_leaves_its_limit_on():
 
     rows = sampled(lambda rows, policy: nested(rows), batch=1).rows()
     assert all("took longer than 0.3 s" in text for text in rows["row_error"])
+
+
+def test_leaving_the_debugger_in_a_reward_ends_the_run_and_flags_no_row(tmp_path):
+    calls = []
+
+    @fr.reward
+    def looked_at(response):
+        calls.append(response)
+        raise bdb.BdbQuit
+
+    with pytest.raises(KeyboardInterrupt, match="the debugger was left"):
+        sampled(lambda rows, policy: looked_at(rows), out=str(tmp_path))
+    assert len(calls) == 1
+    assert json.loads((tmp_path / "made-1" / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_a_misspelt_argument_of_the_run_is_named():
+    with pytest.raises(ConfigError, match="has no input 'step'; did you mean 'steps'"):
+        sampled(lambda rows, policy: length(rows), step=3)

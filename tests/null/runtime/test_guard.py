@@ -1,5 +1,6 @@
 """Limits on a user's function, without sleeping: what is too long here works for as long."""
 
+import bdb
 import signal
 import sys
 import threading
@@ -135,3 +136,27 @@ def test_outside_of_the_main_thread_the_call_is_left_behind():
     thread.start()
     thread.join(10.0)
     assert "elsewhere took longer" in str(found[0]) and "left behind" in str(found[0])
+
+
+@pytest.mark.parametrize("seconds", [None, 10.0])
+@pytest.mark.parametrize("raised", [bdb.BdbQuit(), pytest.exit.Exception("Quitting debugger")], ids=["pdb", "pytest"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_leaving_a_debugger_is_an_interrupt(seconds, raised, in_thread):
+    def stops():
+        raise raised
+
+    seen = []
+
+    def call():
+        try:
+            call_with_timeout(stops, seconds, "stops")
+        except BaseException as error:
+            seen.append(error)
+
+    if in_thread:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(10.0)
+    else:
+        call()
+    assert isinstance(seen[0], KeyboardInterrupt) and seen[0].__cause__ is raised
