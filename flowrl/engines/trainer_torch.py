@@ -217,10 +217,10 @@ class Trainer:
                 before = metrics.get(name)
                 metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
         if not is_live:
+            terms = ", ".join(repr(term.short_name) for term in work.job.loss.terms())
             raise OperatorError(
-                f"the loss {', '.join(repr(t.short_name) for t in work.job.loss.terms())} does not depend on the model, "
-                "so nothing would be learned: it reads no live column (logprobs, entropy, values, scores, logits), or cuts the gradient "
-                "(.detach(), a comparison, NumPy)"
+                f"the loss {terms} does not depend on the model, so nothing would be learned: it reads no live column "
+                "(logprobs, entropy, values, scores, logits), or cuts the gradient (.detach(), a comparison, NumPy)"
             )
         return Step(loss, metrics)
 
