@@ -14,8 +14,9 @@ from typing import Any
 
 from flowrl.errors import WaitTimeout
 
-Call = Callable[[Callable[[], Any], str], Any]
-"""Runs a function under a limit; the text names it in errors."""
+What = str | Callable[[], str]
+Call = Callable[[Callable[[], Any], What], Any]
+"""Runs a function under a limit; the text (or a function that makes it) names it in errors."""
 
 
 @contextmanager
@@ -48,10 +49,14 @@ def time_limit(seconds: float | None) -> Iterator[Call]:
         yield lambda function, what: _with_thread(function, seconds, what)
 
 
-def call_with_timeout(function: Callable[[], Any], seconds: float | None, what: str) -> Any:
+def call_with_timeout(function: Callable[[], Any], seconds: float | None, what: What) -> Any:
     """`function()`, or WaitTimeout naming `what` after `seconds`; see `time_limit`."""
     with time_limit(seconds) as call:
         return call(function, what)
+
+
+def _text(what: What) -> str:
+    return what if isinstance(what, str) else what()
 
 
 class _Expired(BaseException):
@@ -79,25 +84,25 @@ def _is_quit(error: Exception) -> bool:
     return isinstance(error, bdb.BdbQuit) or (kind.__module__, kind.__name__) == ("_pytest.outcomes", "Exit")
 
 
-def _without_limit(function: Callable[[], Any], what: str) -> Any:
+def _without_limit(function: Callable[[], Any], what: What) -> Any:
     return _called(function)
 
 
-def _with_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
+def _with_alarm(function: Callable[[], Any], seconds: float, what: What) -> Any:
     if sys.gettrace() is not None:
         return _called(function)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         return _called(function)
     except _Expired:
-        raise WaitTimeout(f"{what} took longer than {seconds:g} s") from None
+        raise WaitTimeout(f"{_text(what)} took longer than {seconds:g} s") from None
     finally:
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         if not left:  # it rang, or the function used the alarm for itself and may have left its own handler behind
             signal.signal(signal.SIGALRM, _expire)
 
 
-def _with_inner_alarm(function: Callable[[], Any], seconds: float, what: str) -> Any:
+def _with_inner_alarm(function: Callable[[], Any], seconds: float, what: What) -> Any:
     """Like `_with_alarm`, with a limit around it that goes on: the nearer one is set, and the outer one comes back."""
     outer, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     if not outer or seconds < outer:
@@ -111,7 +116,7 @@ def _with_inner_alarm(function: Callable[[], Any], seconds: float, what: str) ->
     return _called(function)
 
 
-def _with_thread(function: Callable[[], Any], seconds: float, what: str) -> Any:
+def _with_thread(function: Callable[[], Any], seconds: float, what: What) -> Any:
     if sys.gettrace() is not None:
         return _called(function)
     result: list[Any] = []
@@ -123,11 +128,12 @@ def _with_thread(function: Callable[[], Any], seconds: float, what: str) -> Any:
         except BaseException as error:  # carried to the caller, whatever it is
             failure.append(error)
 
-    thread = threading.Thread(target=work, name=what, daemon=True)
+    name = _text(what)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise WaitTimeout(f"{what} took longer than {seconds:g} s; its thread is left behind")
+        raise WaitTimeout(f"{name} took longer than {seconds:g} s; its thread is left behind")
     if failure:
         raise failure[0]
     return result[0]
