@@ -116,6 +116,8 @@ class OperatorCall:
     state_param: str = ""
     replaces: bool = False
     """True when it may write a column that is there already."""
+    many_groups: bool = False
+    """True when one call may be given several whole groups, which the function separates itself."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -193,10 +195,11 @@ class Operator:
             is_filter=d.is_filter,
             min_group=d.min_group(**full) if callable(d.min_group) else d.min_group,
             each_row=d.each_row,
-            timeout_s=d.timeout_s,
+            timeout_s=d.timeout_s(**full) if callable(d.timeout_s) else d.timeout_s,
             on_error=d.on_error,
             state_param=self.state_param,
             replaces=replaces or d.replaces or full.get("replace") is True,
+            many_groups=d.many_groups,
             function=self.function,
         )
 
@@ -233,9 +236,10 @@ class _Declared:
     is_filter: bool
     min_group: int | Callable[..., int]
     each_row: bool
-    timeout_s: float | None
+    timeout_s: float | Callable[..., float | None] | None
     on_error: str
     replaces: bool = False
+    many_groups: bool = False
 
 
 @overload
@@ -246,9 +250,10 @@ def operator(
     filter: bool = ...,
     min_group: int | Callable[..., int] = ...,
     each_row: bool = ...,
-    timeout_s: float | None = ...,
+    timeout_s: float | Callable[..., float | None] | None = ...,
     on_error: str = ...,
     replaces: bool = ...,
+    many_groups: bool = ...,
 ) -> Callable[[Callable[..., Any]], Operator]: ...
 @overload
 def operator(function: Callable[..., Any], /) -> Operator: ...
@@ -263,9 +268,10 @@ def operator(
     filter: bool = False,
     min_group: int | Callable[..., int] = 1,
     each_row: bool = False,
-    timeout_s: float | None = None,
+    timeout_s: float | Callable[..., float | None] | None = None,
     on_error: str = "raise",
     replaces: bool = False,
+    many_groups: bool = False,
 ) -> Any:
     """Declare a function as an operator.
 
@@ -278,6 +284,8 @@ def operator(
         timeout_s: seconds one row (each_row) or one call may take. None waits for ever only if you do.
         on_error: `"raise"`, or `"flag"`: the row's numbers become NaN and `row_error` says why.
         replaces: it is meant to change a column that is there already (otherwise that is FR-C03).
+        many_groups: one call may be given several whole groups, which the function tells apart by the key it reads; saves a
+            call per group.
 
     The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
     It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
@@ -304,12 +312,17 @@ def operator(
         timeout_s,
         on_error,
         replaces,
+        many_groups,
     )
     return lambda f: Operator(f, declared, names)
 
 
 def reward(
-    function: Callable[..., Any] | None = None, /, *, timeout_s: float | None = 30.0, on_error: str = "flag"
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    timeout_s: float | Callable[..., float | None] | None = 30.0,
+    on_error: str = "flag",
 ) -> Any:
     """Declare a function of one row's values that returns its reward.
 

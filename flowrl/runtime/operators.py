@@ -55,7 +55,7 @@ def run_operator(
         work = _Work(call, function, config, place or Place(), limited)
         if call.each_row:
             return _each_row(work, rows, inputs)
-        if call.locality.kind == "group":
+        if call.locality.kind == "group" and not call.many_groups:
             return _per_group(work, rows, inputs)
         columns, mask = work.call(inputs, len(rows), "all rows")
     return Applied(_with_written(rows, work, columns), mask)

@@ -33,6 +33,28 @@ def counted(reward: np.ndarray, loss_mask: fr.Ragged | None) -> np.ndarray:
     return known if loss_mask is None else known & (loss_mask.sum() > 0)
 
 
+def centred_in_groups(
+    values: np.ndarray, keys: np.ndarray, is_counted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(values minus the mean of their group [N], number of each row's group [N], counted rows of each group).
+
+    0 for rows that do not count and for groups without spread; see [Note: Rounding is no signal].
+    """
+    seen: dict[object, int] = {}
+    number = np.asarray([seen.setdefault(key, len(seen)) for key in np.asarray(keys).tolist()], np.int64)
+    known, of = values[is_counted], number[is_counted]
+    count = np.bincount(of, minlength=len(seen))
+    mean = np.bincount(of, weights=known, minlength=len(seen)) / np.maximum(count, 1)
+    least, most = np.full(len(seen), np.inf), np.full(len(seen), -np.inf)
+    np.minimum.at(least, of, known)
+    np.maximum.at(most, of, known)
+    rounding = 4 * float(np.finfo(np.float32).eps) * np.maximum(np.abs(least), np.abs(most))
+    with np.errstate(invalid="ignore"):  # a group without a counted row: inf - inf
+        has_signal = (count > 1) & (most - least > rounding)
+    centred = np.where(is_counted & has_signal[number], values - mean[number], 0.0)
+    return centred, number, count
+
+
 def has_spread(values: np.ndarray) -> bool:
     """Whether numbers differ by more than float32 rounding; see [Note: Rounding is no signal]."""
     if len(values) < 2:
@@ -118,7 +140,7 @@ def _group_norm_locality(*, scale: str, by: str, **_: object) -> fr.Locality:
     return fr.Locality("batch") if scale == "batch" else fr.group(by)
 
 
-@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_group_norm_locality, min_group=2)
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_group_norm_locality, min_group=2, many_groups=True)
 def group_norm(
     reward: fr.SAMPLE.f32,
     group: fr.SAMPLE.str.named_by("by"),
@@ -146,19 +168,18 @@ def group_norm(
     """
     values = np.asarray(reward, np.float64)
     is_counted = counted(values, loss_mask)
-    advantage = np.zeros(len(values))
-    common = deviation(values[is_counted], unbiased=unbiased) if scale == "batch" else 0.0
-    for rows in groups_of(group):
-        known = rows[is_counted[rows]]
-        if not has_spread(values[known]):
-            continue
-        spread = deviation(values[known], unbiased=unbiased) if scale == "group" else common
-        divisor = 1.0 if scale == "none" else spread + eps
-        advantage[known] = (values[known] - values[known].mean()) / divisor
-    return advantage
+    centred, number, count = centred_in_groups(values, group, is_counted)
+    if scale == "none":
+        return centred
+    if scale == "batch":
+        common = deviation(values[is_counted], unbiased=unbiased)
+        return centred / (common + eps) if common > 0 else centred
+    squares = np.bincount(number, weights=centred**2, minlength=len(count))
+    spread = np.sqrt(squares / np.maximum(count - int(unbiased), 1))
+    return centred / np.where(spread > 0, spread + eps, 1.0)[number]  # without spread it is all zeros, whatever eps
 
 
-@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=lambda *, by: fr.group(by), min_group=2)
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=lambda *, by: fr.group(by), min_group=2, many_groups=True)
 def rloo(
     reward: fr.SAMPLE.f32,
     group: fr.SAMPLE.str.named_by("by"),
@@ -172,13 +193,8 @@ def rloo(
     and rows without a token that trains get 0 and are left out.
     """
     values = np.asarray(reward, np.float64)
-    is_counted = counted(values, loss_mask)
-    advantage = np.zeros(len(values))
-    for rows in groups_of(group):
-        known = rows[is_counted[rows]]
-        if has_spread(values[known]):
-            advantage[known] = (values[known] - values[known].mean()) * len(known) / (len(known) - 1)
-    return advantage
+    centred, number, count = centred_in_groups(values, group, counted(values, loss_mask))
+    return centred * (count / np.maximum(count - 1, 1))[number]
 
 
 @fr.operator(writes={"advantage": fr.SAMPLE.f32})

@@ -76,7 +76,11 @@ def _as_latex(answer: str) -> str:
     return answer if is_marked else f"${answer}$"
 
 
-@fr.reward
+def _exact_timeout(*, pattern: str | None, **_: object) -> float | None:
+    return None if pattern is None else 30.0  # only a regular expression can take long
+
+
+@fr.reward(timeout_s=_exact_timeout)
 def exact(
     response: str, answer: str, *, pattern: str | None = None, strip: bool = True, ignore_case: bool = False
 ) -> float:

@@ -1,5 +1,7 @@
 """Advantages where others have gone wrong: missing rewards, masked siblings, equal rewards, rows in any order, holes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -7,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
 from flowrl.runtime.operators import run_operator
+from flowrl.schema import Ragged
 from flowrl.store.rows import RowBatch
 from flowrl_operators import advantages
 
@@ -229,3 +232,28 @@ def test_a_step_without_known_value_learns_nothing() -> None:
         fr.Ragged.of([[1, 1]], dtype=bool),
     )
     assert found[0].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        advantages.group_norm.bind(),
+        advantages.group_norm.bind(unbiased=True, eps=1e-4),
+        advantages.group_norm.bind(scale="none"),
+        advantages.rloo.bind(),
+    ],
+    ids=["population", "sample", "none", "rloo"],
+)
+def test_all_groups_at_once_and_one_at_a_time_give_the_same(call: fr.graph.operators.OperatorCall) -> None:
+    draw = np.random.default_rng(0)
+    number = draw.integers(0, 40, 200)
+    reward = draw.choice([0.0, 1.0, 0.7, np.nan], 200, p=[0.4, 0.4, 0.1, 0.1]).astype(np.float32)
+    lengths = draw.integers(0, 4, 200)
+    mask = [draw.random(n) < 0.7 for n in lengths]
+    types = {"prompt_id": fr.PROMPT.str, "reward": fr.SAMPLE.f32, "loss_mask": fr.TOKEN.bool}
+    keys = np.asarray([f"p{n}" for n in number], dtype=object)
+    rows = RowBatch({"prompt_id": keys, "reward": reward, "loss_mask": Ragged.of(mask, bool)}, types)
+    together = run_operator(call, rows).rows["advantage"]
+    apart = run_operator(replace(call, many_groups=False), rows).rows["advantage"]
+    assert np.isfinite(together).all() and np.any(together)
+    np.testing.assert_allclose(together, apart, atol=1e-6)
