@@ -37,9 +37,9 @@ class Ragged:
     def of(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: Any = None) -> Ragged:
         """From one list per row. `dtype` is needed when there may be no rows or only empty ones."""
         rows = rows if isinstance(rows, list) else list(rows)
-        if dtype is not None and all(type(row) is list for row in rows):  # one array for all, not one for each
+        if dtype is not None and set(map(type, rows)) <= {list}:  # one array for all, not one for each
             offsets = np.zeros(len(rows) + 1, np.int64)
-            np.cumsum([len(row) for row in rows], out=offsets[1:])
+            np.cumsum(list(map(len, rows)), out=offsets[1:])
             return cls(np.array(list(chain.from_iterable(rows)), dtype=dtype), offsets)
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, np.int64)

@@ -225,7 +225,7 @@ def _texts(name: str, values: Any, kind: ColumnType) -> np.ndarray:
     wanted = str if kind.dtype == "str" else bytes
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise SchemaError(f"column '{name}' has type {kind}, one value each; found an array of shape {values.shape}")
-    if isinstance(values, np.ndarray) and values.dtype == object and all(type(v) is wanted for v in values):
+    if isinstance(values, np.ndarray) and values.dtype == object and set(map(type, values.tolist())) <= {wanted}:
         return values
     texts = np.empty(len(values), object)
     for row, value in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
