@@ -113,7 +113,7 @@ def rollout(node: Node, context: Context) -> Table:
     for turn in range(node.get("max_turns", 1)):
         requests = [
             SampleRequest(
-                [*e.prompt_ids, *e.ids],
+                [*e.prompt_ids, *e.ids] if e.ids else e.prompt_ids,
                 e.budget,
                 SampleKey(context.seed, context.step, stream, names[e.row], e.index, turn),
             )
