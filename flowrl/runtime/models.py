@@ -209,10 +209,8 @@ def _response_rows(node: Node, host: Host, prompts: RowBatch, episodes: list[_Ep
     ]
     if node.get("role") is not None:
         columns.append((s.ROLE, [node["role"]] * len(episodes)))
-    for column, values in columns:
-        values = np.asarray(values, dtype=object) if isinstance(values, list) else values
-        rows = rows.with_column(column.name, values, column.type)
-    return rows
+    made = {c.name: np.asarray(v, dtype=object) if isinstance(v, list) else v for c, v in columns}
+    return rows.with_columns(made, {c.name: c.type for c, _ in columns})
 
 
 def _sampled(episodes: list[_Episode], ids: Ragged) -> np.ndarray:
