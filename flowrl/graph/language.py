@@ -232,7 +232,7 @@ def join(left: Any, right: Any, *, on: str, collect: bool = False) -> Rows:
         on: key column, in both.
         collect: `right` has several rows per key; its SAMPLE columns become TURN lists in their order.
 
-    A row of `left` without a partner is an error, as is a second partner without `collect`. Columns other than keys that
+    Without `collect`, a row of `left` with no partner is an error, and so is one with two; with it, no partner is an empty list. Columns other than keys that
     both sides have are an error (FR-C03): `select` or rename them first.
     """
     params: dict[str, Any] = {"on": on, **({"collect": True} if collect else {})}
