@@ -232,8 +232,8 @@ def join(left: Any, right: Any, *, on: str, collect: bool = False) -> Rows:
         on: key column, in both.
         collect: `right` has several rows per key; its SAMPLE columns become TURN lists in their order.
 
-    Without `collect`, a row of `left` with no partner is an error, and so is one with two; with it, no partner is an empty list. Columns other than keys that
-    both sides have are an error (FR-C03): `select` or rename them first.
+    Without `collect`, a row of `left` with no partner is an error, and so is one with two; with it, no partner is an empty
+    list. Columns other than keys that both sides have are an error (FR-C03): `select` or rename them first.
     """
     params: dict[str, Any] = {"on": on, **({"collect": True} if collect else {})}
     return active("join").add("join", (("rows", left), ("right", right)), hint="join", **params)
