@@ -94,13 +94,18 @@ def test_ctrl_c_ends_with_130_and_a_readable_run(folder: Path) -> None:
             "--steps", "1000000", "--set", "progress=plain",
         ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # whoever runs the tests in the background has SIGINT ignored, and a child would inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            break
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130, out
     assert "Traceback" not in out
     assert "results in runs/tiny-1" in out
