@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from flowrl.engines.heads import find_head
 from flowrl.engines.modules import output_layer
+from flowrl.engines.packed import can_pack, pack_block, run_packed
 from flowrl.engines.packing import Batch
 from flowrl.engines.prefix import can_split, run_split, split_block
 from flowrl.errors import EngineError
@@ -88,6 +89,8 @@ class Forward:
         self.accepts = frozenset(inspect.signature(module.forward).parameters)
         self.shares_prompts = self.split and can_split(getattr(module, "base_model", module), vocab_size, self.device)
         """Whether a prompt may run once for all rows that begin with it (see `flowrl.engines.prefix`)."""
+        self.packs = self.split and can_pack(getattr(module, "base_model", module), vocab_size, self.device)
+        """Whether short rows may share a line of a block (see `flowrl.engines.packed`)."""
 
     @property
     def device(self) -> torch.device:
@@ -98,11 +101,20 @@ class Forward:
         row_T = torch.from_numpy(batch.row_T).to(self.device)
         split = split_block(batch.ids, batch.prompt_B, batch.length_B, 0) if self.shares_prompts else None
         if split is None:
-            position_T = torch.from_numpy(batch.position_T).to(self.device)
-            return self.hidden(torch.from_numpy(batch.ids).to(self.device), row_T, position_T)
+            return self._whole_rows(batch, row_T)
         states = run_split(self.module.base_model, split, self.device)
         inside_T = batch.position_T - split.start_B[batch.row_T]
         return states[row_T, torch.from_numpy(inside_T).to(self.device)]
+
+    def _whole_rows(self, batch: Batch, row_T: Tensor) -> Tensor:
+        packed = pack_block(batch.ids, batch.length_B, 0) if self.packs else None
+        if packed is None:
+            position_T = torch.from_numpy(batch.position_T).to(self.device)
+            return self.hidden(torch.from_numpy(batch.ids).to(self.device), row_T, position_T)
+        states = run_packed(self.module.base_model, packed, self.device)
+        line_T = torch.from_numpy(packed.line_B[batch.row_T]).to(self.device)
+        place_T = torch.from_numpy(packed.start_B[batch.row_T] + batch.position_T).to(self.device)
+        return states[line_T, place_T]
 
     def hidden(self, ids: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """What the output layer gets at (row, position): [T, H]; or logits [T, W] where the module must do both."""

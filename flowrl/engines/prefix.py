@@ -127,23 +127,26 @@ def can_split(base: Any, num_ids: int, device: torch.device) -> bool:
     if split is None:
         return False
     try:
-        tokens = torch.from_numpy(ids).to(device)
-        real = torch.arange(ids.shape[1], device=device) < torch.from_numpy(lengths).to(device)[:, None]
-        whole = base(input_ids=tokens, use_cache=False)[0]
-        masked = base(input_ids=tokens, attention_mask=real.long(), use_cache=False)[0]
+        whole = base(input_ids=torch.from_numpy(ids).to(device), use_cache=False)[0]
+        tolerance = rounding_of(base, whole, ids, lengths, device)
         parts = run_split(base, split, device)
     except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
         return False  # an architecture without a cache of this kind runs whole rows
-    # attention with a mask runs another kernel, so what rounding alone does is measured too
-    rounding = max(_apart(whole[row, :end], masked[row, :end]) for row, end in enumerate(lengths.tolist()))
-    tolerance = (1e-3 if whole.dtype == torch.float32 else 2e-2) + 4 * rounding
     for row, end in enumerate(lengths.tolist()):
         start = int(split.start_B[row])
-        if not _apart(whole[row, start:end], parts[row, : end - start]) <= tolerance:
+        if not distance(whole[row, start:end], parts[row, : end - start]) <= tolerance:
             return False
     return True
 
 
-def _apart(mine: Tensor, theirs: Tensor) -> float:
+def rounding_of(base: Any, whole: Tensor, ids: np.ndarray, lengths: np.ndarray, device: torch.device) -> float:
+    """How far apart rounding alone may put hidden states: attention with a mask runs another kernel, so that is measured."""
+    real = torch.arange(ids.shape[1], device=device) < torch.from_numpy(lengths).to(device)[:, None]
+    masked = base(input_ids=torch.from_numpy(ids).to(device), attention_mask=real.long(), use_cache=False)[0]
+    seen = max(distance(whole[row, :end], masked[row, :end]) for row, end in enumerate(lengths.tolist()))
+    return (1e-3 if whole.dtype == torch.float32 else 2e-2) + 4 * seen
+
+
+def distance(mine: Tensor, theirs: Tensor) -> float:
     """Distance relative to size; a wrong mask or position gives about 0.1 to 1."""
     return float((mine.float() - theirs.float()).norm() / mine.float().norm())
