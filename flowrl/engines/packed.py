@@ -85,15 +85,12 @@ def can_pack(base: Any, num_ids: int, device: torch.device) -> bool:
     ids = np.zeros((3, 7), np.int64)
     for row, length in enumerate(lengths):
         ids[row, :length] = draw.integers(0, num_ids, length)
-    other = ids.copy()
-    other[2, :3] = (other[2, :3] + 1) % num_ids
-    other[1, :4] = (other[1, :4] + 1) % num_ids
     packed = pack_block(ids, lengths, 0)
     if packed is None or packed.line_B[1] != packed.line_B[2]:
         return False
     ahead, behind = (1, 2) if packed.start_B[1] < packed.start_B[2] else (2, 1)
     changed = ids.copy()
-    changed[ahead] = other[ahead]
+    changed[ahead, : lengths[ahead]] = (ids[ahead, : lengths[ahead]] + 1) % num_ids
     neighbour = pack_block(changed, lengths, 0)
     assert neighbour is not None
     try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
 from flowrl.graph.operators import Locality, Read, read_signature, resolve_read
 from flowrl.graph.values import freeze_config
 from flowrl.schema.standard import LIVE
@@ -279,14 +279,10 @@ class LossFunction:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_loss_at, (self.name,))
+        return (resolve, (self.name,))
 
     def __repr__(self) -> str:
         return f"<loss {self.name} ({', '.join(map(str, self.reads))})>"
-
-
-def _loss_at(name: str) -> Any:
-    return FunctionRef(name, "").resolve()
 
 
 def loss(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed
+from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
 from flowrl.graph.values import Scalar, freeze, freeze_config
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
@@ -219,14 +219,10 @@ class Operator:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_operator_at, (self.name,))
+        return (resolve, (self.name,))
 
     def __repr__(self) -> str:
         return f"<operator {self.name} ({', '.join(map(str, self.reads))})>"
-
-
-def _operator_at(name: str) -> Any:
-    return FunctionRef(name, "").resolve()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer as Backend, models, pre_tokenizers, processors
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import flowrl as fr
 from flowrl.engines.null import NullHost
 from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions
+from tests.bigram import Bigram
 
 VOCAB = 14
 """Of `examples.tiny.CharTokenizer`: pad 0, begin 1, end 2, then `0123456789=`."""
@@ -28,25 +27,6 @@ def gpt2(seed: int = 0, *, vocab: int = VOCAB) -> GPT2LMHeadModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT2LMHeadModel(config).eval()
-
-
-class Bigram(nn.Module):
-    """Logits depend on the last token only: what is sampled, and every gradient, can be written down."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        super().__init__()
-        self.table = nn.Parameter(table.float())
-        self.config = SimpleNamespace(vocab_size=len(table))
-
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-    ) -> Any:
-        return SimpleNamespace(logits=self.table[input_ids])
 
 
 def chain(links: Sequence[tuple[int, int]], *, size: int = VOCAB) -> Bigram:

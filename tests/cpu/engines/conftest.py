@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from flowrl.engines.host_torch import TorchEngine, TorchHost
 from flowrl.engines.protocol import SampleKey, SampleRequest, TokenRows, UpdateJob
 from flowrl.model import AdamW, Model
 from flowrl.schema.ragged import Ragged
+from tests.bigram import Bigram
 
 VOCAB = 20
 
@@ -44,25 +43,6 @@ class Letters:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + i) for i in ids if i not in self.eos_ids)
-
-
-class Bigram(nn.Module):
-    """Logits depend on the last token only: what is sampled can be written down. Not a Transformers class."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        super().__init__()
-        self.table = nn.Parameter(table.float())
-        self.config = SimpleNamespace(vocab_size=len(table))
-
-    def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-    ) -> Any:
-        return SimpleNamespace(logits=self.table[input_ids])
 
 
 def _chain(*links: str, size: int = VOCAB) -> Bigram:
