@@ -37,6 +37,8 @@ _HOME = {
     "flowrl.graph.checks": ("check",),
     "flowrl.graph.schedule": ("Async", "Sync"),
     "flowrl.model": ("AdamW", "Model"),
+    "flowrl.engines.averages": ("Totals",),
+    "flowrl.engines.plain": ("apply_loss",),
     "flowrl.store.table": ("ExperienceTable",),
     "flowrl.runtime.data": ("Data",),
     "flowrl.runtime.local": ("Run", "run_local"),
@@ -64,6 +66,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     # spelled `name as name` so that type checkers take each as exported
+    from flowrl.engines.averages import Totals as Totals
+    from flowrl.engines.plain import apply_loss as apply_loss
     from flowrl.errors import (
         CheckError as CheckError,
         FlowError as FlowError,

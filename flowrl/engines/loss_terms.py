@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,55 @@ class Packed:
 
 
 @dataclass(slots=True, eq=False)
+class Metrics:
+    """What terms report beside the loss."""
+
+    sums: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    """name -> (sum, count)."""
+    owners: dict[str, Term] = field(default_factory=dict)
+
+    def add(self, term: Term, metrics: Mapping[str, Any], num_tokens: int, num_rows: int) -> None:
+        """Add what a term reports. Two terms with a metric of one name get the second one's marked with its name."""
+        for name, values in metrics.items():
+            owner = self.owners.setdefault(name, term)
+            key = name if owner is term else f"{name}/{term.short_name}"
+            if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in (num_tokens, num_rows):
+                found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+                raise OperatorError(
+                    f"metric '{name}' of loss '{term.short_name}' must be a number per trained token [{num_tokens}] or per row "
+                    f"[{num_rows}], so that its mean does not depend on micro-batches; found {found}"
+                )
+            self.sums[key] = (values.detach().double().sum(), len(values))
+
+    def means(self) -> dict[str, float]:
+        """The mean of each; 0 for one without numbers."""
+        return {name: float(total) / max(count, 1) for name, (total, count) in self.sums.items()}
+
+
+class Offer(Protocol):
+    """What a term is evaluated on."""
+
+    @property
+    def live(self) -> Mapping[str, Tensor]:
+        """Tensors that several terms share; none may be changed in place."""
+        ...
+
+    @property
+    def segments(self) -> Segments: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def read(self, read: Read, term: Term) -> Any:
+        """The value of one parameter of a term."""
+        ...
+
+    def log(self, term: Term, metrics: Mapping[str, Any]) -> None:
+        """Take what a term reports."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class Scope:
     """What a micro-batch offers to loss terms. Shapes: T trained tokens of N rows."""
 
@@ -49,9 +98,7 @@ class Scope:
     """Row boundaries of token columns, which tell them from other lists."""
     segments: Segments
     device: torch.device
-    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """name -> (sum, count)."""
-    owners: dict[str, Term] = field(default_factory=dict)
+    logged: Metrics = field(default_factory=Metrics)
 
     def read(self, read: Read, term: Term) -> Any:
         """The value of one parameter of a term."""
@@ -96,30 +143,20 @@ class Scope:
         wanted: Any = {"f": np.float32, "b": np.bool_}.get(kind, np.int64)
         return torch.from_numpy(np.ascontiguousarray(values.astype(wanted, copy=False))).to(self.device)
 
-    def log(self, term: Term, metrics: Mapping[str, Any], num_tokens: int) -> None:
-        """Add what a term reports. Two terms with a metric of one name get the second one's marked with its name."""
-        for name, values in metrics.items():
-            owner = self.owners.setdefault(name, term)
-            key = name if owner is term else f"{name}/{term.short_name}"
-            if (
-                not isinstance(values, Tensor)
-                or values.dim() != 1
-                or len(values) not in (num_tokens, self.segments.num_rows)
-            ):
-                found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-                raise OperatorError(
-                    f"metric '{name}' of loss '{term.short_name}' must be a number per trained token [{num_tokens}] or per row "
-                    f"[{self.segments.num_rows}], so that its mean does not depend on micro-batches; found {found}"
-                )
-            self.metrics[key] = (values.detach().double().sum(), len(values))
+    @property
+    def num_tokens(self) -> int:
+        return len(self.flat_T)
+
+    def log(self, term: Term, metrics: Mapping[str, Any]) -> None:
+        self.logged.add(term, metrics, self.num_tokens, self.segments.num_rows)
 
 
-def evaluate(loss: Loss, scope: Scope) -> Packed:
+def evaluate(loss: Loss, scope: Offer) -> Packed:
     """The loss per token and per row."""
     return EVALUATE[type(loss)](loss, scope)
 
 
-def _term(term: Term, scope: Scope) -> Packed:
+def _term(term: Term, scope: Offer) -> Packed:
     function = term.resolve()
     given = {read.param: scope.read(read, term) for read in term.reads}
     if takes_segments(function):
@@ -148,7 +185,7 @@ def _term(term: Term, scope: Scope) -> Packed:
                 f"{len(answer)} values"
             )
         answer, metrics = answer
-    num_tokens, num_rows = len(scope.flat_T), scope.segments.num_rows
+    num_tokens, num_rows = scope.num_tokens, scope.segments.num_rows
     expected = num_tokens if term.per == "token" else num_rows
     if not isinstance(answer, Tensor) or answer.shape != (expected,) or answer.is_complex():
         found = f"{answer.dtype}, shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
@@ -159,11 +196,11 @@ def _term(term: Term, scope: Scope) -> Packed:
             f"loss '{term.short_name}' must return one number per {'trained token' if term.per == 'token' else 'row'} "
             f"[{expected}]; found {found}; {fix}"
         )
-    scope.log(term, metrics, num_tokens)
+    scope.log(term, metrics)
     return Packed(token=answer) if term.per == "token" else Packed(sample=answer)
 
 
-def _per_row_hint(given: Mapping[str, Any], term: Term, scope: Scope) -> str:
+def _per_row_hint(given: Mapping[str, Any], term: Term, scope: Offer) -> str:
     """What to write when a term per token reads a column that has one number per row, and the shapes do not fit."""
     rows = (scope.segments.num_rows,)
     coarse = [
@@ -195,7 +232,7 @@ def takes_segments(function: Callable[..., Any]) -> bool:
     return SEGMENTS in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _sum(loss: Sum, scope: Scope) -> Packed:
+def _sum(loss: Sum, scope: Offer) -> Packed:
     parts = [evaluate(part, scope) for part in loss.parts]
     return Packed(_total([p.token for p in parts]), _total([p.sample for p in parts]))
 
@@ -205,7 +242,7 @@ def _total(parts: list[Tensor | None]) -> Tensor | None:
     return None if not found else torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
 
-def _scale(loss: Scale, scope: Scope) -> Packed:
+def _scale(loss: Scale, scope: Offer) -> Packed:
     part = evaluate(loss.part, scope)
     return Packed(
         None if part.token is None else loss.factor * part.token,
@@ -213,7 +250,7 @@ def _scale(loss: Scale, scope: Scope) -> Packed:
     )
 
 
-def _product(loss: Product, scope: Scope) -> Packed:
+def _product(loss: Product, scope: Offer) -> Packed:
     left, right = evaluate(loss.left, scope), evaluate(loss.right, scope)
     spread = scope.segments.spread
     tokens: list[Tensor | None] = []

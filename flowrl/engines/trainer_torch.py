@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.engines.averages import Totals, weights
 from flowrl.engines.forward import Forward
 from flowrl.engines.loss_terms import Scope, evaluate
 from flowrl.engines.packing import (
@@ -38,7 +39,7 @@ from flowrl.engines.packing import (
 from flowrl.engines.protocol import Stat, UpdateJob, UpdateReport
 from flowrl.engines.segments import Segments
 from flowrl.engines.weights import Weights, to_numpy
-from flowrl.errors import ConfigError, DataError, EngineError, OperatorError
+from flowrl.errors import DataError, EngineError, OperatorError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.model import AdamW
 from flowrl.schema.columns import nearest
@@ -251,7 +252,7 @@ class Trainer:
             total = total + (packed.token.float() * weights[row_T]).sum()
         if packed.sample is not None:
             total = total + (packed.sample.float() * torch.from_numpy(row_weight[rows]).to(device)).sum()
-        return total, scope.metrics
+        return total, scope.logged.sums
 
     def live_columns(
         self, batch: Batch, row_T: Tensor, temperature: np.ndarray, wanted: frozenset[str]
@@ -338,28 +339,9 @@ def temperature_of(temperature: np.ndarray, row_T: Tensor) -> Tensor | None:
 
 
 def step_weights(job: UpdateJob, counts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([N] float32 weight of each token of a row, [N] float32 weight of each row), from the counts of one optimizer step.
-
-    A term that is per="sample" is averaged over the rows that have a trained token, whatever `average` says. A loss of pairs
-    returns the pair's loss at both of its rows; that makes the mean over rows the mean over pairs.
-    """
-    trained = counts[rows] > 0
-    num_rows = int(trained.sum())
-    n = np.maximum(counts.astype(np.float64), 1)
-    match job.average:
-        case "token_mean":
-            token = np.full(len(counts), 1.0 / counts[rows].sum())
-        case "sequence_mean":
-            token = 1.0 / (num_rows * n)
-        case "sequence_sum":
-            token = np.full(len(counts), 1.0 / num_rows)
-        case "constant" if job.average_length:
-            token = np.full(len(counts), 1.0 / (num_rows * job.average_length))
-        case _:
-            raise ConfigError(
-                f"average is token_mean, sequence_mean, sequence_sum or constant with average_length; found {job.average!r}"
-            )
-    return token.astype(np.float32), np.where(counts > 0, 1.0 / num_rows, 0.0).astype(np.float32)
+    """([N] float32 weight of each token of a row, [N] float32 weight of each row), from the counts of one optimizer step."""
+    token, row = weights(job.average, counts, average_length=job.average_length, totals=Totals.of(counts[rows]))
+    return token.astype(np.float32), row.astype(np.float32)
 
 
 def _with_work(work: Work, rows: np.ndarray) -> np.ndarray:

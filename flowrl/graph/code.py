@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
 import inspect
 import linecache
+import pkgutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -70,10 +72,20 @@ def place_of(function: Callable[..., Any]) -> Place:
 
 
 def path_of(function: Callable[..., Any]) -> str:
-    """`module:qualname`, the name by which a function is stored in plans and text."""
-    module = getattr(function, "__module__", None) or "<unknown>"
+    """`module:qualname`, the name by which a function is stored in plans and text.
+
+    A private module (`_groups`) is how a package is laid out and may change; what it defines is named by the package.
+    """
+    module = public_module(getattr(function, "__module__", None) or "<unknown>")
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{module}:{name}"
+
+
+def public_module(module: str) -> str:
+    """A module's name up to its first private part: `pack.losses._policy` is `pack.losses`."""
+    parts = module.split(".")
+    private = (i for i, part in enumerate(parts) if i and part.startswith("_") and not part.startswith("__"))
+    return ".".join(parts[: next(private, len(parts))])
 
 
 @functools.cache
@@ -254,12 +266,22 @@ def function_at(path: str) -> Callable[..., Any] | None:
     """The plain function behind the operator or loss that `module:qualname` names, or None where there is none."""
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return getattr(_imported(module, name), "function", None)
     except (ImportError, AttributeError, ValueError):
         return None
-    return getattr(found, "function", None)
+
+
+def _imported(module: str, name: str) -> Any:
+    """`name` of a module or of one of the private modules in it."""
+    home = importlib.import_module(module)
+    try:
+        return functools.reduce(getattr, name.split("."), home)
+    except AttributeError:
+        for below in pkgutil.iter_modules(getattr(home, "__path__", ())):
+            if below.name.startswith("_") and not below.name.startswith("__"):
+                with contextlib.suppress(AttributeError):
+                    return _imported(f"{module}.{below.name}", name)
+        raise
 
 
 def resolve(path: str) -> Any:
@@ -271,14 +293,11 @@ def resolve(path: str) -> Any:
             "itself, e.g. fr.replay(..., flow=...), or define it at the top of a module"
         )
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return _imported(module, name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PackError(
             f"a graph names '{path}', which cannot be imported ({error}); run where its module is, or give the flow itself"
         ) from error
-    return found
 
 
 def refuse_changed(path: str, then: str, now: str) -> None:

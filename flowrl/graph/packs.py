@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.errors import PackError
+from flowrl.graph.code import public_module
 from flowrl.graph.losses import LossFunction
 from flowrl.graph.operators import Operator
 from flowrl.schema.columns import nearest
@@ -105,8 +106,8 @@ def contents(pack: Pack | str, *, with_losses: bool = True) -> Contents:
     found = Contents(pack)
     for path, module in _modules(pack.module, "", found.failures, with_losses):
         for name, value in vars(module).items():
-            # only what is defined there: a function imported from elsewhere is offered by its own module
-            if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            # only what is defined there, or in a private module of it: all else is offered by its own module
+            if name.startswith("_") or public_module(getattr(value, "__module__", None) or "") != module.__name__:
                 continue
             if isinstance(value, Operator):
                 found.operators[f"{path}{name}"] = value

@@ -57,8 +57,14 @@ def cases(*files: str) -> Any:
 
 
 def read(file: str) -> list[Case]:
-    whole = json.loads((DATA / f"{file}.json").read_text())
-    return [
+    """The cases of a file in `data`."""
+    return read_file(DATA / f"{file}.json")[2]
+
+
+def read_file(path: Path) -> tuple[str, str, list[Case]]:
+    """(piece, convention, cases) of a file anywhere."""
+    whole = json.loads(path.read_text())
+    cases = [
         Case(
             c["case"],
             c["inputs"],
@@ -69,6 +75,7 @@ def read(file: str) -> list[Case]:
         )
         for c in whole["cases"]
     ]
+    return whole["piece"], whole["convention"], cases
 
 
 def ragged(matrix: np.ndarray) -> fr.Ragged:

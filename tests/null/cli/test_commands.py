@@ -339,7 +339,7 @@ def test_ops_show(cli: Cli) -> None:
     out = cli("ops", "show", "core.group_norm").out
     for part in (
         "flowrl_operators.advantages:group_norm (",
-        "advantages.py:",
+        "advantages/_responses.py:",
         "reward: SAMPLE.f32",
         "eps = 1e-06",
         "GRPO: ",
