@@ -5,7 +5,8 @@
         n = len(reward)
         return (reward - reward.mean()) * n / (n - 1)
 
-Positional parameters are the columns read, keyword-only parameters the configuration. Called with rows of a flow it
+Positional parameters are the columns read (`*part: fr.SAMPLE.f32.named_by("parts")` those a configuration value lists),
+keyword-only parameters the configuration. Called with rows of a flow it
 adds a node; called with configuration alone it is bound for later (`filters.has_signal(eps=0)`); called with
 arrays it is the plain function.
 """
@@ -15,11 +16,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
+from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
 from flowrl.graph.values import Scalar, freeze, freeze_config
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
@@ -84,9 +85,12 @@ class Read:
     live: str = ""
     """In a loss: live column used without gradient when `column` is not there."""
     is_optional: bool = False
+    is_many: bool = False
+    """Before binding: one column for each name that a configuration value lists (`*part: type.named_by("parts")`)."""
 
     def __str__(self) -> str:
         name = self.param if self.param == self.column else f"{self.param}={self.column}"
+        name = f"*{name}" if self.is_many else name
         kind = f": {self.type}" if self.type is not None else ""
         more = f" or broadcast({self.broadcast})" if self.broadcast else f" or live({self.live})" if self.live else ""
         return f"{name}{kind}{more}{' optional' if self.is_optional else ''}"
@@ -137,7 +141,7 @@ class OperatorCall:
         """The plain function; imported by name when the graph came from text."""
         if self.function is not None:
             return self.function
-        found = FunctionRef(self.name, self.hash).resolve()
+        found = resolve(self.name)
         if isinstance(found, Operator):
             refuse_changed(self.name, self.hash, found.hash)
             return found.function
@@ -189,7 +193,7 @@ class Operator:
             name=self.name,
             hash=self.hash,
             config=tuple(sorted(full.items())),
-            reads=tuple(resolve_read(read, full, self.__name__) for read in self.reads),
+            reads=tuple(bound for read in self.reads for bound in resolve_reads(read, full, self.__name__)),
             writes=tuple(Column(name, kind.resolve(full)) for name, kind in writes.items()),
             locality=locality if isinstance(locality, Locality) else Locality(locality),
             is_filter=d.is_filter,
@@ -348,19 +352,22 @@ def read_signature(
     defaults: dict[str, Any] = {}
     state_param = ""
     for param in inspect.signature(function).parameters.values():
-        if param.kind in (param.VAR_POSITIONAL, param.VAR_KEYWORD):
+        annotation = _annotation(param.annotation, names, function)
+        is_many = param.kind is param.VAR_POSITIONAL and isinstance(annotation, Asked) and bool(annotation.named_by)
+        if param.kind is param.VAR_KEYWORD or (param.kind is param.VAR_POSITIONAL and (not is_many or kind == "loss")):
             raise SchemaError(
                 f"{kind} '{function.__name__}' has '*{param.name}'; its parameters are the columns it reads, "
                 "so each must be named"
+                + ("" if kind == "loss" else f"; a list of names: *{param.name}: fr.SAMPLE.f32.named_by('names')")
             )
-        annotation = _annotation(param.annotation, names, function)
         if param.kind is param.KEYWORD_ONLY:
             if annotation is State:
                 state_param = param.name
             else:
                 defaults[param.name] = REQUIRED if param.default is param.empty else freeze(param.default)
             continue
-        reads.append(_read(param, annotation, function, kind))
+        read = _read(param, annotation, function, kind)
+        reads.append(replace(read, is_many=True) if is_many else read)
     return tuple(reads), defaults, state_param
 
 
@@ -399,6 +406,21 @@ def _read(param: inspect.Parameter, annotation: Any, function: Callable[..., Any
         return Read(param.name, param.name, annotation, is_optional=param.default is None)
     # plain Python annotations (str, float, Any, torch.Tensor) document the function and say nothing of granularity
     return Read(param.name, param.name, standard, is_optional=param.default is None)
+
+
+def resolve_reads(read: Read, config: Mapping[str, Any], name: str) -> tuple[Read, ...]:
+    """The columns a parameter of an operator reads: one, or those that a configuration value lists."""
+    if not read.is_many:
+        return (resolve_read(read, config, name),)
+    columns = config.get(read.column[1:])
+    is_list = isinstance(columns, tuple) and all(isinstance(column, str) for column in columns)
+    if not is_list or not columns or len(set(columns)) < len(columns):
+        raise ConfigError(
+            f"'{name}' needs the names of one or more columns in '{read.column[1:]}', each once; found {columns!r}"
+        )
+    return tuple(
+        replace(read, param=f"{read.param}_{i}", column=column, is_many=False) for i, column in enumerate(columns)
+    )
 
 
 def resolve_read(read: Read, config: Mapping[str, Any], name: str) -> Read:
