@@ -122,6 +122,10 @@ class OperatorCall:
     """True when it may write a column that is there already."""
     many_groups: bool = False
     """True when one call may be given several whole groups, which the function separates itself."""
+    processes: bool = False
+    """True when the function of one row is better run in worker processes: it is heavy, or what it runs may die."""
+    threads: int = 1
+    """How many rows are under way at once, each in a thread: for a function that mostly waits."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -182,12 +186,16 @@ class Operator:
     def bind(self, *args: Any, **config: Any) -> OperatorCall:
         """The operator with its configuration fixed; unknown or missing values are refused.
 
-        Every operator also takes `replace=True`: it may then write columns that are there already.
+        Every operator also takes `replace=True`: it may then write columns that are there already; and, when it writes one
+        column, `out="name"`: the column gets that name.
         """
         replaces = bool(config.pop("replace", False)) if "replace" not in self.defaults else False
+        out = config.pop("out", None) if "out" not in self.defaults else None
         full = freeze_config(self.__name__, self.defaults, args, config)
         d = self.declared
         writes = d.writes(**full) if callable(d.writes) else d.writes
+        if out is not None:
+            writes = _renamed(writes, out, self.__name__)
         locality = d.locality(**full) if callable(d.locality) else d.locality
         return OperatorCall(
             name=self.name,
@@ -204,6 +212,8 @@ class Operator:
             state_param=self.state_param,
             replaces=replaces or d.replaces or full.get("replace") is True,
             many_groups=d.many_groups,
+            processes=d.processes,
+            threads=d.threads(**full) if callable(d.threads) else d.threads,
             function=self.function,
         )
 
@@ -240,6 +250,8 @@ class _Declared:
     on_error: str
     replaces: bool = False
     many_groups: bool = False
+    processes: bool = False
+    threads: int | Callable[..., int] = 1
 
 
 @overload
@@ -254,6 +266,8 @@ def operator(
     on_error: str = ...,
     replaces: bool = ...,
     many_groups: bool = ...,
+    processes: bool = ...,
+    threads: int | Callable[..., int] = ...,
 ) -> Callable[[Callable[..., Any]], Operator]: ...
 @overload
 def operator(function: Callable[..., Any], /) -> Operator: ...
@@ -272,6 +286,8 @@ def operator(
     on_error: str = "raise",
     replaces: bool = False,
     many_groups: bool = False,
+    processes: bool = False,
+    threads: int | Callable[..., int] = 1,
 ) -> Any:
     """Declare a function as an operator.
 
@@ -286,6 +302,9 @@ def operator(
         replaces: it is meant to change a column that is there already (otherwise that is FR-C03).
         many_groups: one call may be given several whole groups, which the function tells apart by the key it reads; saves a
             call per group.
+        processes: each_row only: run it in worker processes unless a run says otherwise (option `reward_workers`). A row that
+            takes too long is killed, one that takes its process with it is flagged, and rows run side by side.
+        threads: each_row only: rows under way at once, in threads; for a function that waits for a server.
 
     The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
     It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
@@ -313,6 +332,8 @@ def operator(
         on_error,
         replaces,
         many_groups,
+        processes,
+        threads,
     )
     return lambda f: Operator(f, declared, names)
 
@@ -323,6 +344,8 @@ def reward(
     *,
     timeout_s: float | Callable[..., float | None] | None = 30.0,
     on_error: str = "flag",
+    processes: bool = False,
+    threads: int | Callable[..., int] = 1,
 ) -> Any:
     """Declare a function of one row's values that returns its reward.
 
@@ -332,16 +355,35 @@ def reward(
             return float(response.strip() == answer)
 
     Writes `reward`. A row whose call raises or takes longer than `timeout_s` seconds gets NaN and a `row_error`
-    (`on_error="flag"`), or ends the run (`on_error="raise"`).
+    (`on_error="flag"`), or ends the run (`on_error="raise"`). `processes` and `threads` as for `fr.operator`.
     """
     frame = sys._getframe(1)
     names = {**frame.f_globals, **frame.f_locals}
     from flowrl.schema.standard import REWARD
 
-    declared = _Declared({"reward": REWARD.type}, Locality("row"), False, 1, True, timeout_s, on_error)
+    declared = _Declared(
+        {"reward": REWARD.type},
+        Locality("row"),
+        False,
+        1,
+        True,
+        timeout_s,
+        on_error,
+        processes=processes,
+        threads=threads,
+    )
     if function is not None:
         return Operator(function, declared, names)
     return lambda f: Operator(f, declared, names)
+
+
+def _renamed(writes: Mapping[str, ColumnType], out: Any, name: str) -> dict[str, ColumnType]:
+    """The only column an operator writes, under the name that `out=` gives it."""
+    if not isinstance(out, str) or not out:
+        raise ConfigError(f"'{name}' needs the name of a column in 'out'; found {out!r}")
+    if len(writes) != 1:
+        raise ConfigError(f"'{name}' writes {', '.join(writes) or 'no column'}; 'out' names the column of an operator that writes one")
+    return {out: kind for kind in writes.values()}
 
 
 def read_signature(
@@ -448,6 +490,10 @@ def _check_declared(op: Operator) -> None:
                 )
         if not d.writes and not d.is_filter:
             raise ConfigError(f"'{op.__name__}' writes nothing and is no filter; declare writes= or filter=True")
+    if (d.processes or d.threads != 1) and not d.each_row:
+        raise ConfigError(f"'{op.__name__}' declares processes or threads, which are for a function of one row: each_row=True")
+    if d.processes and d.threads != 1:
+        raise ConfigError(f"'{op.__name__}' declares processes and threads; it runs in one of them")
     if op.state_param and d.locality != "stateful" and str(d.locality) != "stateful":
         raise ConfigError(f"'{op.__name__}' asks for fr.State; declare locality='stateful'")
 
