@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import linecache
 import pkgutil
@@ -15,10 +16,11 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from flowrl.errors import PackError, TraceError
+from flowrl.graph.names import Chain, definitions, free_names
 
 HASH_LENGTH = 12
 
@@ -90,19 +92,141 @@ def public_module(module: str) -> str:
 
 @functools.cache
 def code_hash(function: Callable[..., Any]) -> str:
-    """Hash of what a function does: its source without comments, docstring, decorators and layout, and what it closes over.
+    """Hash of what a function does: its source without comments, docstring, decorators and layout, what it closes over, and
+    what it uses of its own package.
 
     The same on every machine and Python: the syntax tree is written by `_dump`, not by `ast.unparse`, whose spelling
     changes with versions.
+
+    [Note: Helpers are part of an operator]
+    Functions, classes and module-level constants that the code refers to by name count as well, and what those refer to,
+    as long as they are of the same top-level package (of the same file for a script). A constant counts as it is written
+    and not as it is valued, which may differ between machines. Other packages have versions; what is looked up at run
+    time (`getattr`, imports inside functions, methods of objects) is not seen.
     """
-    function = inspect.unwrap(function)
+    own = _piece_of(inspect.unwrap(function))
+    return digest("\n".join((own.text, *_reached(own))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A part of what a function does."""
+
+    text: str
+    names: frozenset[Chain]
+    """What it takes from its module."""
+    scope: dict[str, Any]
+    """The module's names."""
+    file: str
+    package: str
+    also: tuple[Any, ...] = ()
+    """Functions it holds in its closure."""
+
+
+def _reached(start: _Piece) -> list[str]:
+    """Texts of all that a piece refers to in its package, in an order that depends on nothing else."""
+    found: dict[int, _Piece] = {id(start): start}  # the pieces themselves, so that no id is used twice
+    stack = [start]
+    while stack:
+        piece = stack.pop()
+        below = [p for chain in piece.names if (p := _named(chain, piece)) is not None]
+        below += [_piece_of(function) for function in piece.also if _package(function) == start.package]
+        for one in below:
+            if id(one) not in found:
+                found[id(one)] = one
+                stack.append(one)
+    return sorted({piece.text for piece in found.values()} - {start.text})
+
+
+def _named(chain: Chain, piece: _Piece) -> _Piece | None:
+    """What a name of a module stands for, when it is of the same package."""
+    scope, file, package = piece.scope, piece.file, piece.package
+    name = chain[0]
+    for part in chain[1:]:
+        module = scope.get(name)
+        if not isinstance(module, ModuleType) or _top(module.__name__) != package:
+            break
+        scope, file, name = vars(module), getattr(module, "__file__", None) or "", part
+    if name not in scope:  # a builtin
+        return None
+    value = scope[name]
+    if isinstance(value, ModuleType):
+        return None
+    with contextlib.suppress(ValueError):  # something whose __wrapped__ never ends
+        value = inspect.unwrap(value) if callable(value) else value
+    if inspect.isfunction(value):
+        return _piece_of(value) if _package(value) == package else None
+    if inspect.isclass(value):
+        cls: Any = value
+        return _class_piece(cls) if _package(cls) == package else None
+    if name not in _definitions(file):  # made in some other way than by a statement of the file
+        return _Piece(f"{name}={value!a}", frozenset(), scope, file, package) if _is_constant(value) else None
+    return _constant_piece(name, file, package, scope.get("__name__") or "")
+
+
+@functools.cache
+def _piece_of(function: Callable[..., Any]) -> _Piece:
+    code = getattr(function, "__code__", None)
+    scope = getattr(function, "__globals__", {})
     try:
-        text = _dump(_tree(function))
+        tree = _tree(function)
+        text, names = _dump(tree), free_names(tree)
     except (OSError, TypeError, SyntaxError):
-        code = getattr(function, "__code__", None)
         # no source (interactive, C): bytecode is the best that is left
         text = _bytecode(code) if code is not None else path_of(function)
-    return digest(text + _closed_over(function))
+        names = frozenset((name,) for name in code.co_names) if code is not None else frozenset()
+    also = tuple(v for v in _cells(function).values() if inspect.isfunction(v) and v is not function)
+    return _Piece(
+        text + _closed_over(function), names, scope, getattr(code, "co_filename", ""), _package(function), also
+    )
+
+
+@functools.cache
+def _class_piece(cls: Any) -> _Piece | None:
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None) or ""
+    nodes = [n for n in _definitions(file).get(cls.__name__, ()) if isinstance(n, ast.ClassDef)]
+    if module is None or not nodes:
+        return None
+    names = frozenset(chain for node in nodes for chain in free_names(node))
+    return _Piece(" ".join(map(_dump, nodes)), names, vars(module), file, _package(cls))
+
+
+@functools.cache
+def _constant_piece(name: str, file: str, package: str, module: str) -> _Piece | None:
+    """A name's assignments as they are written; an import is followed inside the package."""
+    scope = vars(sys.modules[module]) if module in sys.modules else {}
+    nodes = _definitions(file).get(name, [])
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            home = scope.get("__package__") or ""
+            if node.level and not home:
+                return None
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
+            there = next((a.name for a in node.names if (a.asname or a.name) == name), name)
+            other = sys.modules.get(origin)
+            if other is None or _top(origin) != package or origin == module:
+                return None
+            return _constant_piece(there, getattr(other, "__file__", None) or "", package, origin)
+    if not nodes:
+        return None
+    names = frozenset(chain for node in nodes for chain in free_names(node))
+    return _Piece(" ".join(map(_dump, nodes)), names - {(name,)}, scope, file, package)
+
+
+def _definitions(file: str) -> dict[str, list[ast.stmt]]:
+    return _parsed("".join(linecache.getlines(file))) if file else {}
+
+
+_parsed = functools.lru_cache(maxsize=256)(definitions)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _package(value: Any) -> str:
+    return _top(getattr(value, "__module__", None) or "")
 
 
 def _tree(function: Callable[..., Any]) -> ast.AST:
@@ -157,14 +281,8 @@ def _lambda(lines: list[str], code: CodeType) -> ast.AST | None:
 
 def _closed_over(function: Callable[..., Any]) -> str:
     """Values of a function's closure, so that two functions made by one factory differ as their settings do."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = getattr(function, "__closure__", None) or ()
     shown = []
-    for name, cell in zip(names, cells, strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    for name, value in _cells(function).items():
         if isinstance(value, tuple | list | set | frozenset):
             texts = [ascii(v) if _is_constant(v) else type(v).__name__ for v in value]
             shown.append(f"{name}={sorted(texts) if isinstance(value, set | frozenset) else texts}")
@@ -173,6 +291,17 @@ def _closed_over(function: Callable[..., Any]) -> str:
         elif inspect.isfunction(value) and value is not function:
             shown.append(f"{name}={path_of(value)}")
     return "".join(f"; {item}" for item in shown)
+
+
+def _cells(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    found = {}
+    for name, cell in zip(names, cells, strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _is_constant(value: Any) -> bool:
@@ -242,6 +371,8 @@ class FunctionRef:
         if self.function is not None:
             return self.function
         found: Callable[..., Any] = resolve(self.path)
+        if inspect.isroutine(found):
+            refuse_changed(self.path, self.hash, code_hash(found))
         return found
 
     @property
@@ -300,10 +431,15 @@ def resolve(path: str) -> Any:
         ) from error
 
 
+DO_ABOUT_DRIFT = (
+    "allow_drift=True runs the code as it is now, which run.json then says; the flow itself, instead of its text, is always "
+    "the code as it is now"
+)
+
+
 def refuse_changed(path: str, then: str, now: str) -> None:
     """Errors: TraceError when code that a text names by its hash has another one now."""
     if then and then != now:
         raise TraceError(
-            f"'{path}' has changed since the text of the graph was written (hash {then} then, {now} now); give the flow "
-            "itself to run the code as it is now, or write the new hash into the text"
+            f"'{path}' (hash {then} then, {now} now) has changed since the text of the graph was written; {DO_ABOUT_DRIFT}"
         )

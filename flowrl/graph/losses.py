@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
-from flowrl.graph.code import FunctionRef, code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
+from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
 from flowrl.graph.operators import Locality, Read, read_signature, resolve_read
 from flowrl.graph.values import freeze_config
 from flowrl.schema.standard import LIVE
@@ -119,7 +119,7 @@ class Term(Loss):
     def resolve(self) -> Callable[..., Any]:
         if self.function is not None:
             return self.function
-        found = FunctionRef(self.name, self.hash).resolve()
+        found = resolve(self.name)
         if not isinstance(found, LossFunction):
             raise ConfigError(f"'{self.name}' is not a loss any more; found {type(found).__name__}")
         refuse_changed(self.name, self.hash, found.hash)

@@ -17,6 +17,7 @@ from flowrl.engines import open_engine
 from flowrl.engines.protocol import Host
 from flowrl.errors import CheckError, ConfigError, DataError, RunError
 from flowrl.graph.checks import find_problems
+from flowrl.graph.drift import without_drift
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.passes import optimise
@@ -125,8 +126,9 @@ def run_local(
         inputs: one value for each input of the flow: data (list of dicts, Arrow table, Hugging Face data set, JSONL path, or
             `fr.Data`) for tables, `fr.Model` (or a Hugging Face name or path) for models.
 
-    Errors: CheckError with all problems of the flow, before any model is loaded; ConfigError for inputs that are missing
-    or unknown; DataError for data that does not fit. Ctrl-C marks the run interrupted, closes its files and goes on up.
+    Errors: CheckError with all problems of the flow, before any model is loaded; TraceError for a graph's text whose
+    operators have changed, unless `allow_drift=True`; ConfigError for inputs that are missing or unknown; DataError for data
+    that does not fit. Ctrl-C marks the run interrupted, closes its files and goes on up.
     """
     given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _input_names(flow)}
     if options is not None and not isinstance(options, Options):
@@ -140,12 +142,15 @@ def run_local(
     graph = flow.graph() if isinstance(flow, Flow) else flow
     if not isinstance(graph, Graph):
         raise ConfigError(f"run_local needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
+    graph, drift = without_drift(graph, allowed=settings.allow_drift)
     prepared = prepare(graph, inputs, settings, seed)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts)
     about = describe(
         prepared.graph, prepared.notes, prepared.models, prepared.data, settings, steps=steps, seed=seed, engine=engine
     )
+    if drift:
+        about["drift"] = {change.name: {"then": change.then, "now": change.now} for change in drift}
     with Observation(run, settings, about, steps=steps) as observation:
         executor = Executor(
             prepared.graph,

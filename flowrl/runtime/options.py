@@ -35,6 +35,9 @@ class Options:
     """Check the flow first; only tests of the runtime itself turn it off."""
     schedule: Schedule = field(default_factory=Sync)
     """What the checks assume; a local run is always synchronous."""
+    allow_drift: bool = False
+    """Run a graph's text although operators, losses or functions it names have changed since it was written; `run.json` then
+    says which, under `drift`. False refuses it."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "max_tokens"):
@@ -47,6 +50,8 @@ class Options:
             raise ConfigError(f"option 'out' is a folder, or None to write nothing; found {self.out!r}")
         if self.name is not None and not isinstance(self.name, str):
             raise ConfigError(f"option 'name' is text; found {self.name!r}")
+        if not isinstance(self.allow_drift, bool):
+            raise ConfigError(f"option 'allow_drift' is true or false; found {self.allow_drift!r}")
         if not isinstance(self.schedule, Schedule):
             raise ConfigError(f"option 'schedule' is fr.Sync() or fr.Async(max_staleness=...); found {self.schedule!r}")
         if self.progress not in PROGRESS:

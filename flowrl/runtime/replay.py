@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrl.engines import open_engine
 from flowrl.errors import ConfigError, RunError
+from flowrl.graph.drift import Drift, without_drift
 from flowrl.graph.flows import Flow
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Graph, Node
@@ -36,6 +37,8 @@ class Replayed:
     """What it gives now."""
     recorded: RowBatch | None
     """What it gave then; None when its own rows were not recorded."""
+    drift: tuple[Drift, ...] = ()
+    """What of the graph's text has changed since; only with `allow_drift=True`."""
 
     @property
     def is_equal(self) -> bool:
@@ -47,7 +50,8 @@ class Replayed:
             then = "what it gave then was not recorded"
         else:
             then = "equal to the recorded ones" if self.is_equal else "not equal to the recorded ones"
-        return f"<{len(self.rows)} rows, {then}>"
+        changed = f", with {', '.join(map(str, self.drift))} changed" if self.drift else ""
+        return f"<{len(self.rows)} rows, {then}{changed}>"
 
 
 def replay(
@@ -59,6 +63,7 @@ def replay(
     models: Mapping[str, Model | str] | None = None,
     engine: str = "torch",
     seed: int | None = None,
+    allow_drift: bool = False,
 ) -> Replayed:
     """Run `node` of a recorded run again, on the rows it was given at `step`.
 
@@ -69,6 +74,7 @@ def replay(
         flow: the flow as it is now, to replay changed code on old rows, or when operators were defined in a script.
         models: for nodes that run one: input name to model. Their weights are those given, not those of the step.
         engine, seed: as in `run_local`; the seed is the run's unless given.
+        allow_drift: replay the run's text with operators as they are now, though they have changed; the answer says which.
 
     Errors: RunError when something was not recorded, with what was; ConfigError when a model is needed.
     """
@@ -77,6 +83,9 @@ def replay(
         raise RunError("this run wrote nothing (out=None), so there is nothing to replay; run it with out= and record=")
     folder = RunDir.open(path)
     graph = _graph_of(run, folder, flow)
+    drift: tuple[Drift, ...] = ()
+    if allow_drift:
+        graph, drift = without_drift(graph, allowed=True)
     if node not in graph:
         raise RunError(f"the run's graph has no node '{node}'; {nearest(node, [n.name for n in graph])}")
     found = graph[node]
@@ -106,7 +115,7 @@ def replay(
     if not isinstance(value, Table):
         raise RunError(f"node '{node}' changes weights; only nodes that give rows can be replayed")
     recorded = folder.edge(step, node) if folder.has_edge(step, node) else None
-    return Replayed(value.batch, recorded)
+    return Replayed(value.batch, recorded, drift)
 
 
 def _graph_of(run: Run | str | Path, folder: RunDir, flow: Flow | Graph | None) -> Graph:
