@@ -24,6 +24,8 @@ from flowrl_operators.advantages._arrays import (
     reward_to_go,
     whitened,
 )
+from flowrl_operators.advantages._distillation import distillation
+from flowrl_operators.advantages._preferences import kto_baseline
 from flowrl_operators.advantages._responses import SCALES, batch_norm, group_norm, remax, rloo
 from flowrl_operators.advantages._tokens import from_step_values, gae, reinforce_pp
 
@@ -35,11 +37,13 @@ __all__ = [
     "counted",
     "deviation",
     "discounted",
+    "distillation",
     "from_step_values",
     "gae",
     "group_norm",
     "groups_of",
     "has_spread",
+    "kto_baseline",
     "reinforce_pp",
     "remax",
     "reward_to_go",

@@ -9,21 +9,39 @@ Notation: d = logprobs - old_logprobs, r = exp(d), A the advantage.
 """
 
 from flowrl_operators.losses._corrections import truncated_importance
-from flowrl_operators.losses._imitation import reverse_kl, sft
+from flowrl_operators.losses._distillation import distillation_gradient, forward_kl, jsd, reverse_kl
+from flowrl_operators.losses._imitation import sft
 from flowrl_operators.losses._policy import ppo_clip, reinforce
-from flowrl_operators.losses._preferences import bradley_terry, dpo
+from flowrl_operators.losses._preferences import DIVERGENCES, DPO_KINDS, aot, dpo, ipo
+from flowrl_operators.losses._reference_free import CPO_KINDS, chosen_nll, cpo, orpo, simpo
 from flowrl_operators.losses._regularisers import entropy_bonus, kl
+from flowrl_operators.losses._reward_models import bradley_terry
+from flowrl_operators.losses._unpaired import bco, kto
 from flowrl_operators.losses._values import value_clip
 
 __all__ = [
+    "CPO_KINDS",
+    "DIVERGENCES",
+    "DPO_KINDS",
+    "aot",
+    "bco",
     "bradley_terry",
+    "chosen_nll",
+    "cpo",
+    "distillation_gradient",
     "dpo",
     "entropy_bonus",
+    "forward_kl",
+    "ipo",
+    "jsd",
     "kl",
+    "kto",
+    "orpo",
     "ppo_clip",
     "reinforce",
     "reverse_kl",
     "sft",
+    "simpo",
     "truncated_importance",
     "value_clip",
 ]

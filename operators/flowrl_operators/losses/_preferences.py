@@ -1,22 +1,35 @@
-"""Losses of pairs: preferences and reward models."""
+"""Losses of pairs that compare the policy with a reference: DPO and its family.
+
+Notation: h the score of a response, the sum (or mean) over its tokens of logprobs - ref_logprobs; h_w that of the chosen
+response, h_l of the rejected one; D = h_w - h_l; sigma the logistic function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
-from flowrl.errors import DataError
+from flowrl.errors import ConfigError, DataError
+from flowrl_operators.losses._pairs import (
+    bounded_exponent,
+    check_beta,
+    find_pairs,
+    on_both_rows,
+    row_scores,
+    smoothed,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flowrl_operators.losses._common import Output
 
-
-# [Note: A pair's loss lies on both its rows]
-# A preference loss has one number per pair and returns one per row. Both rows of a pair get the pair's number, so that the
-# mean over rows is the mean over pairs whatever else is in the batch.
+DPO_KINDS = (
+    "sigmoid", "robust", "hinge", "ipo", "nca", "sppo", "apo_zero", "apo_down", "exo", "discopop",
+)  # fmt: skip
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+SMOOTHED_KINDS = ("sigmoid", "robust", "exo")
 
 
 @fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
@@ -29,86 +42,181 @@ def dpo(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    kind: str = "sigmoid",
+    reduce: str = "sum",
+    divergence: str = "reverse_kl",
+    alpha: float = 0.5,
+    tau: float = 0.05,
 ) -> Output:
-    """Direct preference optimisation: -log sigmoid(beta (h_w - h_l)), h the sum over tokens of logprobs - ref_logprobs.
+    """Direct preference optimisation: -log sigma(beta D), D = h_w - h_l, and what else was proposed for the same columns.
 
     From Rafailov et al. (arXiv 2305.18290).
 
     Args:
         beta: strength of the pull towards the reference.
-        label_smoothing: chance e that a pair is the wrong way round: (1 - e) of the loss plus e of the swapped pair's (cDPO,
-            Mitchell 2023).
+        label_smoothing: chance e that a pair is the wrong way round, for the kinds `sigmoid`, `robust` and `exo`.
+        kind: the function of h_w and h_l that is minimised (b = beta):
 
-    Metrics per row: `preference_accuracy`, `preference_margin` (beta (h_w - h_l)).
+            - `"sigmoid"`: -(1 - e) log sigma(b D) - e log sigma(-b D). With e > 0 that is conservative DPO (Mitchell, 2023; so in
+              OpenRLHF; TRL ignores e here).
+            - `"robust"`: (-(1 - e) log sigma(b D) + e log sigma(-b D)) / (1 - 2e), unbiased under flipped labels
+              (arXiv 2403.00409).
+            - `"hinge"`: max(0, 1 - b D) (SLiC, arXiv 2305.10425).
+            - `"ipo"`: (D - 1 / (2 b))^2 (arXiv 2310.12036); also `losses.ipo`.
+            - `"nca"`: -log sigma(b h_w) - (log sigma(-b h_w) + log sigma(-b h_l)) / 2 (arXiv 2402.05369).
+            - `"sppo"`: (h_w - 1 / (2 b))^2 + (h_l + 1 / (2 b))^2, with hard labels (arXiv 2405.00675).
+            - `"apo_zero"`: sigma(-b h_w) + sigma(b h_l): the chosen one rises, the rejected one falls (arXiv 2408.06266).
+            - `"apo_down"`: sigma(b h_w) + sigma(-b D): both fall, the rejected one more (same paper).
+            - `"exo"`: KL of (sigma(b D), sigma(-b D)) to (1 - e, e), e > 0, usually 1e-3 (arXiv 2402.00856).
+            - `"discopop"`: sigma(-b D / tau) of the sigmoid loss and the rest of exp(-b D) (arXiv 2406.08414).
+        reduce: `"sum"` takes h over a whole response; `"mean"` divides it by the number of its tokens (TRL's `sigmoid_norm`
+            and `ipo`; NeMo-RL's averaged log-probabilities).
+        divergence: h becomes f'(exp(h)) of another f-divergence than the reverse KL (arXiv 2309.16240): `"forward_kl"`
+            1 - exp(-h); `"js"` log 2 + log sigma(h); `"alpha"` (exp((alpha - 1) h) - 1) / (alpha - 1). Exponents are held
+            under 80 (700 in float64), where the gradient ends.
+        alpha: of the alpha-divergence; near 1 it is the reverse KL.
+        tau: temperature of `"discopop"`.
+
+    Metrics per row: `preference_accuracy`, `preference_margin` (beta D), `chosen_reward`, `rejected_reward` (beta h), with h
+    before the divergence.
     """
-    scores = beta * segments.sum(logprobs - ref_logprobs)
-    winners, losers = _pairs(pair_id, chosen)
-    margin = scores[winners] - scores[losers]
-    return _on_both_rows(_preference(margin, label_smoothing), margin, winners, losers)
+    check_beta("dpo", beta)
+    h = row_scores(logprobs - ref_logprobs, segments, reduce)
+    worth = h if divergence == "reverse_kl" else _diverged(logprobs - ref_logprobs, segments, reduce, divergence, alpha)
+    winners, losers = find_pairs(pair_id, chosen)
+    loss = _pair_loss(kind, worth[winners], worth[losers], beta, label_smoothing, tau)
+    return on_both_rows(loss, (beta * h[winners], beta * h[losers]), winners, losers)
 
 
 @fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
-def bradley_terry(
-    scores: fr.SAMPLE.f32,
+def ipo(
+    logprobs: fr.TOKEN.f32,
+    ref_logprobs: fr.TOKEN.f32,
     chosen: fr.SAMPLE.bool,
     pair_id: fr.SAMPLE.str,
+    segments: Any,
     *,
-    margin: float = 0.0,
-    center: float = 0.0,
+    beta: float = 0.1,
+    reduce: str = "sum",
 ) -> Output:
-    """Reward model: -log sigmoid(s_w - s_l - margin), s the score of each response.
+    """Identity preference optimisation: (D - 1 / (2 beta))^2, a margin to reach instead of one to grow for ever.
 
-    From Bradley and Terry (1952), as used by InstructGPT (arXiv 2203.02155).
+    From Azar et al. (arXiv 2310.12036), whose D is over whole responses, as in OpenRLHF. TRL divides each h by the number of
+    its tokens: `reduce="mean"`. The same as `dpo(kind="ipo")`. Metrics as in `dpo`.
+    """
+    check_beta("ipo", beta)
+    h = row_scores(logprobs - ref_logprobs, segments, reduce)
+    winners, losers = find_pairs(pair_id, chosen)
+    loss = _pair_loss("ipo", h[winners], h[losers], beta, 0.0, 1.0)
+    return on_both_rows(loss, (beta * h[winners], beta * h[losers]), winners, losers)
+
+
+@fr.loss(locality="batch", per="sample", on_policy=False, max_staleness=None)
+def aot(
+    logprobs: fr.TOKEN.f32,
+    ref_logprobs: fr.TOKEN.f32,
+    chosen: fr.SAMPLE.bool,
+    segments: Any,
+    pair_id: fr.SAMPLE.str = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    paired: bool = True,
+) -> Output:
+    """Alignment by optimal transport: one distribution of numbers must lie above another one, quantile by quantile.
+
+    From Melnyk et al. (arXiv 2406.05882). Both lists are sorted over the whole step and compared rank by rank with
+    -(1 - e) log sigma(beta d) - e log sigma(-beta d).
 
     Args:
-        margin: by how much the chosen response must lead.
-        center: weight of (s_w + s_l)^2, which keeps scores near 0 (arXiv 2312.09244).
+        label_smoothing: e.
+        paired: True compares the policy's margins log pi(w) - log pi(l) with the reference's, which needs `pair_id`; False
+            compares h of the chosen rows with h of the rejected ones, which may answer other prompts.
 
-    Metrics per row: `preference_accuracy`, `preference_margin`.
+    The loss of a rank lies on the rows that hold it (with `paired`, in the policy's list). Errors: DataError when the chosen rows
+    are not as many as the rejected ones. Metrics as in `dpo`; without pairs, those of a rank.
     """
-    winners, losers = _pairs(pair_id, chosen)
-    lead = scores[winners] - scores[losers] - margin
-    loss = _preference(lead, 0.0)
-    if center:
-        loss = loss + center * (scores[winners] + scores[losers]).square()
-    return _on_both_rows(loss, lead + margin, winners, losers)
+    import torch
+
+    check_beta("aot", beta)
+    h = row_scores(logprobs - ref_logprobs, segments, "sum")
+    if paired:
+        if pair_id is None:
+            raise DataError("aot compares the margins of pairs and needs the column 'pair_id'; or say paired=False")
+        winners, losers = find_pairs(pair_id, chosen)
+        policy, reference = (row_scores(side, segments, "sum") for side in (logprobs, ref_logprobs))
+        upper, rank = (policy[winners] - policy[losers]).sort(stable=True)
+        winners, losers = winners[rank], losers[rank]
+        lower = (reference[winners] - reference[losers]).sort(stable=True).values
+    else:
+        sides = [torch.nonzero(chosen == is_chosen).flatten() for is_chosen in (True, False)]
+        if len(sides[0]) != len(sides[1]):
+            raise DataError(
+                "aot needs as many chosen rows as rejected ones in a step, to compare them rank by rank; found "
+                f"{len(sides[0])} and {len(sides[1])}"
+            )
+        (upper, first), (lower, second) = (h[rows].sort(stable=True) for rows in sides)
+        winners, losers = sides[0][first], sides[1][second]
+    loss = smoothed(beta * (upper - lower), label_smoothing)
+    return on_both_rows(loss, (beta * h[winners], beta * h[losers]), winners, losers)
 
 
-def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
+def _diverged(per_token: Tensor, segments: Any, reduce: str, divergence: str, alpha: float) -> Tensor:
+    """f'(exp(h)) of each row; a divergence is one of whole responses, so a mean over tokens is taken of its value."""
+    import torch
     from torch.nn.functional import logsigmoid
 
-    loss = -logsigmoid(margin)
-    return loss if not label_smoothing else (1 - label_smoothing) * loss - label_smoothing * logsigmoid(-margin)
+    h = row_scores(per_token, segments, "sum")
+    match divergence:
+        case "forward_kl":
+            value = -torch.expm1(bounded_exponent(-h))
+        case "js":
+            value = math.log(2) + logsigmoid(h)
+        case "alpha":
+            power = alpha - 1
+            value = h if abs(power) < 1e-6 else torch.expm1(bounded_exponent(power * h)) / power
+        case _:
+            raise ConfigError(f"dpo knows the divergences {', '.join(DIVERGENCES)}; found {divergence!r}")
+    return value if reduce == "sum" else value / segments.lengths.clamp(min=1)
 
 
-def _pairs(pair_id: Sequence[str], chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Row indices of the chosen and of the rejected responses, pair by pair."""
+def _pair_loss(kind: str, ours: Tensor, theirs: Tensor, beta: float, e: float, tau: float) -> Tensor:
+    """[P] loss of each pair from the scores of its chosen and of its rejected response; see `dpo`."""
     import torch
+    from torch.nn.functional import logsigmoid
 
-    winners: dict[str, int] = {}
-    losers: dict[str, int] = {}
-    for row, (pair, is_chosen) in enumerate(zip(pair_id, chosen.tolist(), strict=True)):
-        side = winners if is_chosen else losers
-        if pair in side:
-            raise DataError(
-                f"a preference loss needs one chosen and one rejected row per pair_id; pair {pair!r} has two "
-                f"{'chosen' if is_chosen else 'rejected'} ones"
-            )
-        side[pair] = row
-    torn = sorted(winners.keys() ^ losers.keys(), key=str)
-    if torn:
-        raise DataError(
-            f"a preference loss needs one chosen and one rejected row per pair_id; {len(torn)} of "
-            f"{len(winners.keys() | losers.keys())} pairs have one row, the first is {torn[0]!r}"
+    if e and kind not in SMOOTHED_KINDS:
+        raise ConfigError(
+            f"label_smoothing is for the kinds {', '.join(SMOOTHED_KINDS)}; found {e!r} with kind={kind!r}"
         )
-    rows = [[winners[pair], losers[pair]] for pair in winners]
-    both = torch.tensor(rows, dtype=torch.int64, device=chosen.device).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
-
-
-def _on_both_rows(loss: Tensor, margin: Tensor, winners: Tensor, losers: Tensor) -> Output:
-    import torch
-
-    order = torch.cat([winners, losers]).argsort()
-    both = margin.detach().repeat(2)[order]
-    return loss.repeat(2)[order], {"preference_accuracy": (both > 0).to(both.dtype), "preference_margin": both}
+    up, down, lead = beta * ours, beta * theirs, beta * (ours - theirs)
+    match kind:
+        case "sigmoid":
+            return smoothed(lead, e)
+        case "robust" if 0 <= e < 0.5:
+            return ((e - 1) * logsigmoid(lead) + e * logsigmoid(-lead)) / (1 - 2 * e)
+        case "hinge":
+            return (1 - lead).relu()
+        case "ipo":
+            return (ours - theirs - 1 / (2 * beta)).square()
+        case "nca":
+            return -logsigmoid(up) - (logsigmoid(-up) + logsigmoid(-down)) / 2
+        case "sppo":
+            return (ours - 1 / (2 * beta)).square() + (theirs + 1 / (2 * beta)).square()
+        case "apo_zero":
+            return (-up).sigmoid() + down.sigmoid()
+        case "apo_down":
+            return up.sigmoid() + (-lead).sigmoid()
+        case "exo" if 0 < e < 1:
+            chance = torch.tensor(e, dtype=torch.float32)  # single precision is what TRL's constants have, too
+            right, wrong = (-chance).log1p().item(), chance.log().item()
+            return lead.sigmoid() * (logsigmoid(lead) - right) + (-lead).sigmoid() * (logsigmoid(-lead) - wrong)
+        case "discopop" if tau > 0:
+            # sigma(lead / tau) exp(-lead) as one exponential: apart, they are 0 and infinity far below 0
+            return -logsigmoid(lead) * (-lead / tau).sigmoid() + bounded_exponent(logsigmoid(lead / tau) - lead).exp()
+    if kind in DPO_KINDS:
+        raise ConfigError(
+            "dpo needs label_smoothing under 0.5 for kind='robust', between 0 and 1 (usually 1e-3) for kind='exo', and tau > 0 "
+            f"for kind='discopop'; found kind={kind!r}, label_smoothing={e!r}, tau={tau!r}"
+        )
+    raise ConfigError(f"dpo knows the kinds {', '.join(DPO_KINDS)}; found {kind!r}")

@@ -1,0 +1,208 @@
+"""Learning from a teacher: divergences between its distribution and the student's, and their policy gradient.
+
+[Note: A cut vocabulary]
+A teacher's k likeliest tokens leave V - k others out. What becomes of those decides what the minimum of the loss is:
+
+- `"bucket"`: one more token holds their whole probability on either side. A lower bound of the full KL, 0 only where both agree
+  on the k tokens.
+- `"renormalise"`: both distributions are scaled to the k tokens. How much probability lies outside is not seen.
+- `"ignore"`: left out. The sum may be negative; the reverse KL falls when the student leaves the k tokens, and the forward KL
+  rises with every token the student leaves (so in verl).
+- `"floor"` (reverse KL only): the teacher's log-probability of each other token is a constant far below, so that the student is
+  driven out of them (NeMo-RL's zero outside top-k, -100).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import flowrl as fr
+from flowrl.errors import ConfigError, DataError
+from flowrl_operators.losses._common import held
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowrl_operators.losses._common import Output
+
+LOGITS, TOP_IDS, TOP_LOGPROBS = fr.TOKEN.f32["V"], fr.TOKEN.i32["k"], fr.TOKEN.f32["k"]
+
+
+@fr.loss(on_policy=False, max_staleness=None)
+def jsd(
+    logits: LOGITS,
+    teacher_logits: LOGITS,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Output:
+    """Generalised Jensen-Shannon divergence of student S and teacher T at each token, over the whole vocabulary.
+
+    beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T, from Agarwal et al. (GKD, arXiv 2306.13649).
+
+    Args:
+        beta: 0 is the forward KL(T || S) and 1 the reverse KL(S || T). They are what the divergence divided by beta, or by
+            1 - beta, tends to; the divergence itself tends to 0 at both ends, so that a small beta is a small loss.
+        temperature: both logits are divided by it. Gradients shrink with its square; multiply the term if they should not.
+
+    Shapes: both logits [T, V] (a teacher's whole logits are large: for real vocabularies see `forward_kl` and `reverse_kl`).
+    Metrics: `divergence`, `student_entropy` (nats).
+    """
+    if not 0 <= beta <= 1 or not temperature > 0:
+        raise ConfigError(
+            f"jsd needs 0 <= beta <= 1 and temperature > 0; found beta={beta!r}, temperature={temperature!r}"
+        )
+    if logits.shape != teacher_logits.shape:
+        raise DataError(
+            f"jsd needs the student's and the teacher's logits over one vocabulary; found {list(logits.shape)} and "
+            f"{list(teacher_logits.shape)} (tokens, vocabulary)"
+        )
+    ours, theirs = (_log_softmax(side / temperature) for side in (logits, teacher_logits))
+    if beta == 0:
+        value = _kl(theirs, ours)
+    elif beta == 1:
+        value = _kl(ours, theirs)
+    else:
+        # a token that both exclude would make a NaN of the gradient; this is still nothing
+        student, other = (side.clamp(min=-1e30) for side in (ours, theirs))
+        middle = (student + math.log1p(-beta)).logaddexp(other + math.log(beta))
+        value = beta * _kl(theirs, middle) + (1 - beta) * _kl(ours, middle)
+    return value, {"divergence": value.detach(), "student_entropy": _entropy(ours.detach())}
+
+
+@fr.loss(on_policy=False, max_staleness=None)
+def forward_kl(
+    logits: LOGITS,
+    teacher_ids: TOP_IDS,
+    teacher_logprobs: TOP_LOGPROBS,
+    *,
+    outside: str = "bucket",
+    min_logprob: float | None = None,
+) -> Output:
+    """KL(teacher || student) at each token over the teacher's k likeliest tokens: distillation that covers the teacher.
+
+    From Hinton et al. (arXiv 1503.02531), whose sum over the vocabulary V is cut to k. A mixture with the other direction is a
+    sum of terms: `0.5 * forward_kl() + 0.5 * reverse_kl()`.
+
+    Args:
+        outside: `"bucket"`, `"renormalise"` or `"ignore"` (verl, NeMo-RL): what becomes of the other V - k tokens; see
+            [Note: A cut vocabulary] in this module.
+        min_logprob: log-probabilities of both sides are held above this, with no gradient below it.
+
+    Shapes: logits [T, V], the teacher's [T, k]. Metrics: `forward_kl`, `inside_mass` (the student's probability of the k).
+    """
+    _check_outside("forward_kl", outside, ("bucket", "renormalise", "ignore"))
+    ours, theirs = _log_softmax(logits).gather(-1, teacher_ids.long()), teacher_logprobs
+    mass = ours.detach().exp().sum(-1)
+    rest = _rest(theirs, ours) if outside == "bucket" else None
+    if outside == "renormalise":
+        ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+    if min_logprob is not None:
+        ours, theirs = ours.clamp(min=min_logprob), theirs.clamp(min=min_logprob)
+    value = _kl(theirs, ours)
+    if rest is not None:
+        value = value + rest
+    return value, {"forward_kl": value.detach(), "inside_mass": mass}
+
+
+@fr.loss(on_policy=False, max_staleness=None)
+def reverse_kl(
+    logits: LOGITS,
+    teacher_ids: TOP_IDS,
+    teacher_logprobs: TOP_LOGPROBS,
+    *,
+    outside: str = "bucket",
+    floor: float = -100.0,
+) -> Output:
+    """KL(student || teacher) at each token over the teacher's k likeliest tokens: on-policy distillation.
+
+    From Agarwal et al. (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543), whose sum over the vocabulary V is cut to k.
+
+    Args:
+        outside: `"bucket"`, `"renormalise"`, `"ignore"` or `"floor"`: what becomes of the other V - k tokens; see
+            [Note: A cut vocabulary] in this module.
+        floor: the teacher's log-probability of each of them, for `outside="floor"`.
+
+    Shapes: logits [T, V], the teacher's [T, k]. Metrics: `reverse_kl`, `inside_mass` (the student's probability of the k).
+    """
+    _check_outside("reverse_kl", outside, ("bucket", "renormalise", "ignore", "floor"))
+    everything = _log_softmax(logits)
+    ours, theirs = everything.gather(-1, teacher_ids.long()), teacher_logprobs
+    mass = ours.detach().exp().sum(-1)
+    if outside == "renormalise":
+        value = _kl(ours.log_softmax(-1), theirs.log_softmax(-1))
+    else:
+        value = _kl(ours, theirs)
+    if outside == "bucket":
+        value = value + _rest(ours, theirs)
+    elif outside == "floor":
+        # sum of p (log p - floor) over the other tokens
+        value = value + _entropy(ours) - _entropy(everything) - floor * (everything.exp().sum(-1) - ours.exp().sum(-1))
+    return value, {"reverse_kl": value.detach(), "inside_mass": mass}
+
+
+@fr.loss(max_staleness=None, corrects=True)
+def distillation_gradient(
+    logprobs: fr.TOKEN.f32,
+    rollout_logprobs: fr.TOKEN.f32,
+    teacher_logprob: fr.TOKEN.f32.named_by("teacher"),
+    *,
+    teacher: str = "teacher_logprobs",
+    max_drop: float | None = None,
+    log_ratio_clip: float | None = 20.0,
+) -> Output:
+    """On-policy distillation as a policy gradient: -(t - x) exp(x - q), without gradient through the bracket.
+
+    x, q, t are the log-probabilities of the sampled token under the student, under the policy that sampled it and under the
+    teacher. Its expected gradient is that of KL(student || teacher) at each token of the student's own answers, weighed from q
+    to x; of the teacher it needs one number per token (MiniLLM, arXiv 2306.08543; Lu et al., "On-policy distillation", 2025).
+    With `advantages.distillation` any other policy loss does the same from the student's log-probabilities before the update.
+
+    Args:
+        teacher: the column of t, e.g. `fr.logprobs(teacher, rows, out="teacher_logprobs")`.
+        max_drop: tokens whose probability has fallen by more than this since they were sampled are left out (prime-rl: 0.2).
+        log_ratio_clip: x - q in the exponential is held within this on both sides; None takes it as it is.
+
+    Metrics: `reverse_kl` (x - t), `ratio`, and `dropped` with `max_drop`.
+    """
+    pull = (teacher_logprob - logprobs).detach()
+    ratio = held(logprobs - rollout_logprobs, log_ratio_clip).exp()
+    metrics = {"reverse_kl": -pull, "ratio": ratio.detach()}
+    if max_drop is not None:
+        fell = (rollout_logprobs.exp() - logprobs.detach().exp()) > max_drop
+        metrics["dropped"] = fell.to(pull.dtype)
+        pull = pull.masked_fill(fell, 0.0)
+    return -pull * ratio, metrics
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return (logits.float() if logits.element_size() < 4 else logits).log_softmax(-1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Sum of exp(p) (p - q) over the last dimension; a token that p excludes (minus infinity) adds 0."""
+    import torch
+
+    is_there = p > -torch.inf
+    return (p.exp() * torch.where(is_there, p - torch.where(is_there, q, 0.0), 0.0)).sum(-1)
+
+
+def _entropy(p: Tensor) -> Tensor:
+    """Minus the sum of exp(p) p over the last dimension."""
+    import torch
+
+    return -(p.exp() * torch.where(p > -torch.inf, p, 0.0)).sum(-1)
+
+
+def _rest(p: Tensor, q: Tensor) -> Tensor:
+    """What the probability outside the given tokens adds to KL(p || q)."""
+    least = 1e-7  # float32 cannot tell less from 1 - (sum of the rest)
+    rest, other = ((1 - side.exp().sum(-1)).clamp_min(least) for side in (p, q))
+    return rest * (rest.log() - other.log())
+
+
+def _check_outside(name: str, outside: str, known: tuple[str, ...]) -> None:
+    if outside not in known:
+        raise ConfigError(f"{name} outside is {', '.join(map(repr, known))}; found {outside!r}")
