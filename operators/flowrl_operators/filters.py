@@ -1,4 +1,8 @@
-"""Filters: which rows go on."""
+"""Filters: which rows go on.
+
+rows = fr.refill(attempt, prompts, keep=filters.group_has_signal())     # dynamic sampling: new prompts for dull ones
+rows = filters.fresh(rows, most=2)                                      # rows of a buffer that are not too old
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,143 @@ import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators.advantages import has_spread
 
+UNKNOWN = ("leave_out", "drop", "keep")
 
-@fr.operator(filter=True, locality=fr.group("prompt_id"), min_group=2)
-def group_has_signal(reward: fr.SAMPLE.f32, *, eps: float = 0.0):
-    """Keep groups whose rewards differ: all others have advantage 0 and teach nothing.
 
-    The dynamic sampling of DAPO (arXiv 2503.14476), for rewards of any kind: std > eps and more than float32 rounding. NaN
-    rewards are left out of the decision; a group of one has no signal.
+def _least_group(*, over: str = "group", single: str = "drop", **_: object) -> int:
+    return 1 if single == "keep" else 2
+
+
+@fr.operator(filter=True, locality=fr.group("prompt_id"), min_group=_least_group, many_groups=True)
+def group_has_signal(
+    reward: fr.SAMPLE.f32,
+    prompt_id: fr.PROMPT.str = None,
+    *,
+    eps: float = 0.0,
+    unbiased: bool = False,
+    rounding: str = "no_signal",
+    over: str = "group",
+    single: str = "drop",
+    unknown: str = "leave_out",
+):
+    """Keep groups whose rewards differ: all others have advantage 0 and teach nothing. std > eps, and not by rounding alone.
+
+    The dynamic sampling of DAPO (arXiv 2503.14476), whose condition is `0 < number right < number of responses`; for rewards
+    of any kind that is a deviation above 0.
+
+    Args:
+        eps: the deviation must be greater. verl and SkyRL 0, slime 1e-6.
+        unbiased: the deviation divides by n - 1 (slime, NeMo-RL) and not by n (verl, SkyRL).
+        rounding: `"no_signal"`: rewards that differ by no more than a few float32 steps are equal. `"counts"`: the deviation
+            as float64 gives it, so that three times 0.7, whose deviation is 1e-16, is kept at eps 0 (verl, SkyRL).
+        over: `"group"`: one decision for all its rows. `"others"`: each row is judged by the deviation of its siblings
+            without it, so that of 1, 1, 1, 0 the last goes (NeMo-RL with a leave-one-out baseline).
+        single: what happens to a group of one, or, with `over="others"`, to a row with no two siblings: `"drop"`, or
+            `"keep"` (verl), for sampling once per prompt.
+        unknown: a NaN or infinite reward is left out of the decision (`"leave_out"`), or decides it: its group goes
+            (`"drop"`: SkyRL, slime) or stays (`"keep"`: verl).
     """
-    known = np.asarray(reward, np.float64)
-    known = known[np.isfinite(known)]
-    keep = has_spread(known) and float(known.std()) > eps
-    return np.full(len(reward), keep)
+    _known("group_has_signal", "rounding", rounding, ("no_signal", "counts"))
+    _known("group_has_signal", "single", single, ("drop", "keep"))
+    values = np.asarray(reward, np.float64)
+    groups = _Groups.of(values, prompt_id, unknown)
+    spread, least, most, count = groups.deviations(over=over, unbiased=unbiased, exactly=rounding == "counts")
+    differ = spread > eps
+    if rounding == "no_signal":
+        step = 4 * float(np.finfo(np.float32).eps) * np.maximum(np.abs(least), np.abs(most))
+        differ &= most - least > step
+    # a group with one reward known is no group of one: its verifier failed on the others
+    alone = groups.sizes(over) < 2
+    return groups.decided(np.where(alone, single == "keep", differ & (count > 1)), unknown)
+
+
+@fr.operator(filter=True, locality=fr.group("prompt_id"), many_groups=True)
+def group_mean_between(
+    reward: fr.SAMPLE.f32,
+    prompt_id: fr.PROMPT.str = None,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    unknown: str = "leave_out",
+):
+    """Keep groups whose mean reward lies between two bounds, both excluded: neither solved nor hopeless.
+
+    OpenRLHF's form of dynamic sampling. It asks another question than `group_has_signal`: a group of 0.5s passes, although
+    its advantages are all 0, and rewards of -1 and 1 need bounds of their own.
+
+    Args:
+        low, high: the mean must be greater than `low` and less than `high`.
+        unknown: as in `group_has_signal`; OpenRLHF drops.
+    """
+    if not low < high:
+        raise ConfigError(f"filters.group_mean_between needs low < high; found {low!r} and {high!r}")
+    groups = _Groups.of(np.asarray(reward, np.float64), prompt_id, unknown)
+    mean = groups.means()
+    return groups.decided((mean > low) & (mean < high), unknown)
+
+
+@fr.operator(filter=True)
+def length(
+    response_ids: fr.TOKEN.i32,
+    prompt_ids: fr.PROMPT.i32["*"] = None,
+    finish_reason: fr.SAMPLE.str = None,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    of: str = "response",
+    truncated: str = "keep",
+):
+    """Keep rows with `least` to `most` tokens.
+
+    Args:
+        least, most: both included; None for no upper bound.
+        of: what is counted: `"response"`, `"prompt"` or `"all"` of both.
+        truncated: `"drop"` the rows that the token limit ended (`finish_reason` is `"length"`), whose reward is of an
+            unfinished answer. What the last token is does not matter: a model may have several end tokens.
+            To keep their reward in the baseline and only not train on them, mask them out of the loss instead.
+    """
+    _known("length", "of", of, ("response", "prompt", "all"))
+    _known("length", "truncated", truncated, ("keep", "drop"))
+    if least < 0 or (most is not None and most < least):
+        raise ConfigError(f"filters.length needs 0 <= least <= most; found least={least!r}, most={most!r}")
+    count = np.zeros(len(response_ids), np.int64)
+    if of != "prompt":
+        count = count + response_ids.lengths
+    if of != "response":
+        count = count + _there("length", "prompt_ids", prompt_ids).lengths
+    keep = (count >= least) & (count <= (np.iinfo(np.int64).max if most is None else most))
+    if truncated == "drop":
+        keep = keep & (np.asarray(_there("length", "finish_reason", finish_reason)) != "length")
+    return keep
+
+
+@fr.operator(filter=True, locality="batch")
+def fresh(
+    min_policy_version: fr.SAMPLE.i32,
+    max_policy_version: fr.SAMPLE.i32 = None,
+    trainer_version: fr.SAMPLE.i32 = None,
+    *,
+    most: int = 0,
+):
+    """Keep rows that are at most `most` versions old. Staleness = trainer's version - least version that sampled the row.
+
+    The trainer's version is the column `trainer_version` where there is one, else the greatest version that sampled any row
+    given here: right wherever the newest rows come from the present weights, as beside a buffer of older ones.
+
+    A group keeps its fresh rows and loses the others, with their rewards. To let the reward of a stale sibling count in the
+    baseline, compute the advantage first, or mask it with `samplers.mask_stale`.
+    """
+    return staleness(min_policy_version, max_policy_version, trainer_version) <= _least("fresh", most)
+
+
+def staleness(
+    min_policy_version: np.ndarray, max_policy_version: np.ndarray | None, trainer_version: np.ndarray | None
+) -> np.ndarray:
+    """[N] versions each row is old; see `fresh`."""
+    least = np.asarray(min_policy_version, np.int64)
+    greatest = least if max_policy_version is None else np.asarray(max_policy_version, np.int64)
+    now = greatest.max(initial=0) if trainer_version is None else np.asarray(trainer_version, np.int64)
+    return now - least
 
 
 @fr.operator(filter=True, locality=fr.group("prompt_id"))
@@ -61,3 +190,111 @@ def best_and_worst(score: fr.SAMPLE.f32.named_by("by"), prompt_id: fr.PROMPT.str
         mask[[best, worst]] = True
         chosen[best] = True
     return fr.Keep(mask, {"pair_id": np.asarray(prompt_id, dtype=object), "chosen": chosen})
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+def deviations(reward: np.ndarray, *, over: str = "group", unbiased: bool = False) -> np.ndarray:
+    """[N] the deviation that `group_has_signal` judges each row of one group by; 0 where there are fewer than two rewards."""
+    groups = _Groups.of(np.asarray(reward, np.float64), None, "leave_out")
+    return groups.per_row(groups.deviations(over=over, unbiased=unbiased)[0])
+
+
+class _Groups:
+    """Rewards by group: G groups of N rows in all. Statistics are per group [G] or, over the others, per row [N]."""
+
+    def __init__(self, values: np.ndarray, number: np.ndarray, count: int) -> None:
+        self.values, self.number, self.count = values, number, count
+        self.known = np.isfinite(values)
+
+    @classmethod
+    def of(cls, values: np.ndarray, keys: np.ndarray | None, unknown: str) -> _Groups:
+        if unknown not in UNKNOWN:
+            raise ConfigError(f"unknown of a filter is one of {', '.join(UNKNOWN)}; found {unknown!r}")
+        if keys is None:
+            return cls(values, np.zeros(len(values), np.int64), min(1, len(values)))
+        seen: dict[object, int] = {}
+        number = [seen.setdefault(key, len(seen)) for key in np.asarray(keys).tolist()]
+        return cls(values, np.asarray(number, np.int64), len(seen))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[G] sum over the known rows of each group."""
+        return np.bincount(self.number[self.known], weights=values[self.known], minlength=self.count)
+
+    def means(self) -> np.ndarray:
+        """[G] mean; NaN where nothing is known."""
+        with np.errstate(invalid="ignore"):
+            return self.sums(self.values) / self.sums(np.ones(len(self.values)))
+
+    def sizes(self, over: str) -> np.ndarray:
+        """Rows, known or not, that a decision is made over."""
+        sizes = np.bincount(self.number, minlength=self.count)
+        return sizes if over == "group" else sizes[self.number] - 1
+
+    def deviations(
+        self, *, over: str, unbiased: bool, exactly: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(deviation, least, greatest, number) of the known rewards: per group [G], or of each row's siblings [N].
+
+        `exactly` as `np.std` gives it, rounding and all.
+        """
+        _known("group_has_signal", "over", over, ("group", "others"))
+        if over == "others" or exactly:
+            members = self._members()
+            kept = members if over == "group" else [rows[rows != row] for rows in members for row in rows]
+            found = np.asarray([_statistics(self.values[rows[self.known[rows]]], unbiased) for rows in kept])
+            spread, least, most, number = found.reshape(-1, 4).T
+            if over == "others":  # back from group by group to the order of the rows
+                back = np.argsort(np.concatenate(members)) if members else np.zeros(0, np.int64)
+                return spread[back], least[back], most[back], number[back]
+            return spread, least, most, number
+        number = self.sums(np.ones(len(self.values)))
+        least, most = np.full(self.count, np.inf), np.full(self.count, -np.inf)
+        np.minimum.at(least, self.number[self.known], self.values[self.known])
+        np.maximum.at(most, self.number[self.known], self.values[self.known])
+        mean = self.sums(self.values) / np.maximum(number, 1)
+        squares = self.sums(np.where(self.known, self.values - mean[self.number], 0.0) ** 2)
+        some = number > 1
+        spread = np.sqrt(squares / np.maximum(number - int(unbiased), 1))
+        return np.where(some, spread, 0.0), np.where(some, least, 0.0), np.where(some, most, 0.0), number
+
+    def _members(self) -> list[np.ndarray]:
+        """Row numbers of each group."""
+        order = np.argsort(self.number, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(self.number[order])) + 1) if len(order) else []
+
+    def per_row(self, answer: np.ndarray) -> np.ndarray:
+        """[N] from [G]; what is per row already stays."""
+        return answer if len(answer) == len(self.values) else answer[self.number]
+
+    def decided(self, keep: np.ndarray, unknown: str) -> np.ndarray:
+        """[N] bool: the decision of each row, and what an unknown reward makes of it."""
+        mask = self.per_row(keep)
+        if unknown == "leave_out":
+            return mask
+        has_unknown = (np.bincount(self.number[~self.known], minlength=self.count) > 0)[self.number]
+        return np.where(has_unknown, unknown == "keep", mask)
+
+
+def _statistics(values: np.ndarray, unbiased: bool) -> tuple[float, float, float, int]:
+    if len(values) < 2:
+        return 0.0, 0.0, 0.0, len(values)
+    return float(values.std(ddof=int(unbiased))), float(values.min()), float(values.max()), len(values)
+
+
+def _known(operator: str, option: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"filters.{operator} {option} is one of {', '.join(known)}; found {value!r}")
+
+
+def _least(operator: str, most: int) -> int:
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise ConfigError(f"{operator} needs most, a number of versions of at least 0; found {most!r}")
+    return most
+
+
+def _there(operator: str, column: str, values: object) -> fr.Ragged:
+    if values is None:
+        raise ConfigError(f"filters.{operator} counts or compares '{column}' with these options, and its rows lack it")
+    return values
