@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from flowrl_operators.losses._common import Output
 
+LOGITS = fr.TOKEN.f32["V"]
 KL_KINDS = ("k1", "k2", "k3", "abs")
 
 # [Note: A regulariser is no policy gradient]
@@ -25,9 +26,13 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 def kl(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
+    behaviour_logprobs: fr.TOKEN.f32.named_by("against") = None,
     *,
     kind: str = "k3",
     gradient: str | None = None,
+    importance: str | None = None,
+    against: str | None = "old_logprobs",
+    importance_cap: float | None = None,
     log_ratio_clip: float | None = 20.0,
     value_clip: float | None = None,
 ) -> Output:
@@ -35,23 +40,64 @@ def kl(
 
     k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d: Schulman, "Approximating KL divergence" (2020); GRPO uses k3.
     As a loss, only k2 has the gradient of the KL in expectation; that of k1 is zero in expectation, that of k3 belongs to the
-    KL the other way round.
+    KL the other way round (Tang and Munos, arXiv 2506.09477). For the gradient of the KL itself: `kl("k3", gradient="k2")`
+    on tokens the policy sampled, with `importance="gradient"` on tokens of an older one; or `kl("k3", importance="value")`,
+    whose ratio carries the derivative of the sampling.
 
     Args:
         kind: the estimator whose value is reported and, by default, differentiated.
-        gradient: differentiate this one instead, e.g. `kl("k3", gradient="k2")`.
+        gradient: differentiate this one instead (verl's `k1+`, `k3+` take k2).
+        importance: weigh by w = exp(logprobs - behaviour). `"value"`: w times the estimate, differentiated through both: bias
+            corrected for tokens of an older policy (DeepSeek-V3.2, arXiv 2512.02556; TRL, slime), and on the policy's own
+            tokens (`against=None`, w is 1) the estimate plus its score function (NeMo-RL). `"gradient"`: the value stays, its
+            gradient is multiplied by w, which has none itself (OpenRLHF). None: no weight.
+        against: column of the behaviour's log-probabilities; None, or a column the rows do not have: the live policy.
+        importance_cap: greatest w; None for no bound (OpenRLHF has 10).
         log_ratio_clip: in k3 the exponent is held within this on both sides; None takes it as it is.
-        value_clip: the estimate is held within this on both sides.
+        value_clip: the estimate, weighed or not, is held within this on both sides, with no gradient where it acts; a
+            gradient taken from another estimator is not held.
 
     Metrics: `kl`.
     """
+    if importance not in (None, "value", "gradient"):
+        raise ConfigError(f"kl importance is 'value', 'gradient' or None; found {importance!r}")
     difference = logprobs - ref_logprobs
-    value = held(_kl_estimate(difference, kind, log_ratio_clip), value_clip)
+    value = _kl_estimate(difference, kind, log_ratio_clip)
+    weight = _behaviour_weight(logprobs, behaviour_logprobs, importance_cap) if importance is not None else None
+    if weight is not None and importance == "value":
+        is_held = _is_held(difference, kind, log_ratio_clip)
+        value = value * weight.where(
+            ~is_held, weight.detach()
+        )  # a constant estimate says nothing of the sampling either
+    value = held(value, value_clip)
     reported = value.detach()
     if gradient is not None:
         slope = _kl_estimate(difference, gradient, log_ratio_clip)
+        if weight is not None and importance == "value":
+            slope = slope * weight
         value = reported + slope - slope.detach()
+    if weight is not None and importance == "gradient":
+        value = reported + weight.detach() * (value - value.detach())
     return value, {"kl": reported}
+
+
+@fr.loss(on_policy=False, max_staleness=None)
+def full_kl(logits: LOGITS, ref_logits: LOGITS, *, normalised: bool = False) -> Output:
+    """KL(policy || reference) at each token, the exact sum over the vocabulary: sum_v p_v (log p_v - log p_ref_v).
+
+    No estimate, hence no variance over the token drawn; it costs a stored [T, V] column of the reference.
+
+    Args:
+        normalised: both columns hold log-probabilities, which are taken as they are; False: they are made so (log-softmax).
+
+    Shapes: both [T, V]. A token of probability 0 adds 0. Metrics: `kl`.
+    """
+    ours, theirs = (logits, ref_logits) if normalised else (logits.log_softmax(-1), ref_logits.log_softmax(-1))
+    chance = ours.exp()
+    possible = chance > 0
+    gap = ours.where(possible, 0.0) - theirs.where(possible, 0.0)
+    value = (chance * gap).sum(-1)
+    return value, {"kl": value.detach()}
 
 
 def _kl_estimate(difference: Tensor, kind: str, log_ratio_clip: float | None) -> Tensor:
@@ -66,7 +112,21 @@ def _kl_estimate(difference: Tensor, kind: str, log_ratio_clip: float | None) ->
             # the linear part is held too, so that the estimate stays >= 0 (as verl does)
             negative = held(-difference, log_ratio_clip)
             return negative.exp() - 1 - negative
-    raise ConfigError(f"kl knows the estimators {', '.join(KL_KINDS)}; found {kind!r}")
+    hint = "; the exact sum over the vocabulary is full_kl()" if kind == "full" else ""
+    raise ConfigError(f"kl knows the estimators {', '.join(KL_KINDS)}; found {kind!r}{hint}")
+
+
+def _is_held(difference: Tensor, kind: str, log_ratio_clip: float | None) -> Tensor:
+    if kind != "k3" or log_ratio_clip is None:
+        return difference.isnan() & False
+    return difference.abs() > log_ratio_clip
+
+
+def _behaviour_weight(logprobs: Tensor, behaviour: Tensor | None, cap: float | None) -> Tensor:
+    base = logprobs if behaviour is None else behaviour
+    weight = (logprobs - base.detach()).exp()
+    weight = weight.where(weight.isfinite(), 0.0)
+    return weight if cap is None else weight.clamp(max=cap)
 
 
 @fr.loss(on_policy=False, max_staleness=None)

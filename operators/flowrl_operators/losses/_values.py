@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import flowrl as fr
+from flowrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowrl_operators.losses._common import Output
 
 
@@ -17,6 +20,7 @@ def value_clip(
     returns: fr.TOKEN.f32,
     *,
     clip: float | None = 0.2,
+    huber: float | None = None,
 ) -> Output:
     """Half the squared error of a critic, the worse of free and clipped: max((V - R)^2, (clip(V, V_old +- c) - R)^2) / 2.
 
@@ -24,15 +28,29 @@ def value_clip(
 
     Args:
         clip: how far a value may move from the stored one; None gives the plain squared error.
+        huber: beyond this error the loss grows linearly, huber (|V - R| - huber / 2), so that an outlier cannot rule the step
+            (Huber, 1964; an option of AReaL); None squares every error.
 
     Metrics: `value_clip_fraction`, `value_error` (squared).
     """
     import torch
 
-    error = (values - returns).square()
+    if (clip is not None and not clip > 0) or (huber is not None and not huber > 0):
+        raise ConfigError(f"value_clip needs clip > 0 and huber > 0, or None; found clip={clip!r}, huber={huber!r}")
+    free = values - returns
+    loss = _error(free, huber)
+    metrics = {"value_error": free.detach().square()}
     if clip is None:
-        return error / 2, {"value_error": error.detach()}
+        return loss, metrics
     near = old_values + (values - old_values).clamp(-clip, clip)
-    bound = (near - returns).square()
-    metrics = {"value_error": error.detach(), "value_clip_fraction": (bound > error).to(error.dtype)}
-    return torch.maximum(error, bound) / 2, metrics
+    bound = _error(near - returns, huber)
+    metrics["value_clip_fraction"] = (bound > loss).to(loss.dtype)
+    return torch.maximum(loss, bound), metrics
+
+
+def _error(gap: Tensor, huber: float | None) -> Tensor:
+    squared = gap.square() / 2
+    if huber is None:
+        return squared
+    size = gap.abs()
+    return squared.where(size <= huber, huber * (size - huber / 2))

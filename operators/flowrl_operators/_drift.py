@@ -1,0 +1,166 @@
+"""How far the trainer's log-probabilities are from those of the sampler: one arithmetic for losses (torch) and operators (NumPy).
+
+Notation: o = old_logprobs, q = rollout_logprobs, l = o - q the log-ratio of a token, r = exp(l).
+
+[Note: A token whose log-ratio is not known]
+Where a log-ratio is NaN or infinite (a sampler that reported no log-probability, or one of minus infinity for the token it
+drew) `unknown` says what the token counts as. `"drop"`: nothing, its weight is 0, and that of its row where a whole row is
+judged. `"equal"`: as if both had the same log-probability (weight 1). `"extreme"`: NaN as equal, an infinite one as beyond
+every bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowrl.errors import ConfigError
+
+STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_both")
+OVER = ("token", "sum", "mean", "max", "each")
+LEVELS = ("token", "sequence", "geometric")
+UNKNOWN = ("drop", "equal", "extreme")
+
+LEAST_PROBABILITY = 1e-6
+"""Probabilities are held within this of 0 and 1 in the binary KL, whose logarithms stay finite then."""
+
+
+class Rows(Protocol):
+    """Row boundaries of packed tokens; `flowrl.engines.segments.Segments` for tensors, `ArrayRows` for arrays."""
+
+    def sum(self, x: Any, /) -> Any: ...
+    def mean(self, x: Any, /) -> Any: ...
+    def max(self, x: Any, /) -> Any: ...
+    def min(self, x: Any, /) -> Any: ...
+    def spread(self, x: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayRows:
+    """Which of T packed tokens belongs to which of N rows, for NumPy."""
+
+    row_index: np.ndarray
+    num_rows: int
+
+    def sum(self, x: np.ndarray) -> np.ndarray:
+        return np.bincount(self.row_index, weights=x, minlength=self.num_rows)
+
+    def mean(self, x: np.ndarray) -> np.ndarray:
+        return self.sum(x) / np.maximum(np.bincount(self.row_index, minlength=self.num_rows), 1)
+
+    def max(self, x: np.ndarray) -> np.ndarray:
+        result = np.full(self.num_rows, -np.inf)
+        np.maximum.at(result, self.row_index, x)
+        return result
+
+    def min(self, x: np.ndarray) -> np.ndarray:
+        return -self.max(-x)
+
+    def spread(self, x: np.ndarray) -> np.ndarray:
+        return x[self.row_index]
+
+
+def importance(
+    xp: Any, rows: Rows, old: Any, rollout: Any, *, level: str, log_ratio_clip: float | None, unknown: str
+) -> tuple[Any, Any]:
+    """(exp(l) of each token [T], of its row's sum (`level="sequence"`) or of its row's mean (`"geometric"`); which of them
+    are known). An unknown one is 0.
+
+    Args:
+        xp: the module the values belong to, `torch` or `numpy`.
+    """
+    _one_of("level", level, LEVELS)
+    log_ratio, is_unknown = _known(xp, old, rollout, unknown)
+    if level != "token":
+        log_ratio = rows.spread(rows.sum(log_ratio) if level == "sequence" else rows.mean(log_ratio))
+        is_unknown = rows.spread(rows.sum(xp.where(is_unknown, 1.0, 0.0))) > 0
+    ratio = xp.exp(_held(log_ratio, log_ratio_clip))
+    # beyond what the float can hold (only without log_ratio_clip), or infinities that cancel: not known either
+    lost = xp.isnan(ratio) if unknown == "extreme" else ~xp.isfinite(ratio)
+    return xp.where(is_unknown | lost, 0.0, ratio), ~(is_unknown | lost)
+
+
+def within(
+    xp: Any,
+    rows: Rows,
+    old: Any,
+    rollout: Any,
+    *,
+    statistic: str,
+    over: str,
+    low: float | None,
+    high: float | None,
+    log_ratio_clip: float | None,
+    unknown: str,
+) -> Any:
+    """[T] bool: the tokens whose statistic, or whose row's, lies in [low, high]."""
+    _one_of("statistic", statistic, STATISTICS)
+    _one_of("over", over, OVER)
+    least, most = _bounds(statistic, low, high)
+    values, is_unknown = _statistic(xp, old, rollout, statistic, log_ratio_clip, unknown)
+    if over not in ("token", "each"):
+        values = rows.spread(getattr(rows, over)(values))
+    kept = (values >= least) & (values <= most) & ~is_unknown  # NaN is nowhere between
+    if over == "token":
+        return kept
+    every = rows.spread(rows.min(xp.where(kept if over == "each" else ~is_unknown, 1.0, 0.0))) > 0
+    return every & kept
+
+
+def _statistic(
+    xp: Any, old: Any, rollout: Any, statistic: str, log_ratio_clip: float | None, unknown: str
+) -> tuple[Any, Any]:
+    # the ratio stays a logarithm: its sum is that of the product, its mean that of the geometric mean
+    log_ratio, is_unknown = _known(xp, old, rollout, unknown)
+    held = _held(log_ratio, log_ratio_clip)
+    match statistic:
+        case "ratio":
+            return held, is_unknown
+        case "k1":
+            return -held, is_unknown
+        case "k2":
+            return held * held / 2, is_unknown
+        case "k3":
+            return xp.expm1(held) - held, is_unknown
+    if statistic == "tv":
+        value = abs(xp.exp(old) - xp.exp(rollout))
+    else:
+        value = _binary_kl(xp, rollout, old)
+        if statistic == "binary_kl_both":
+            value = xp.maximum(value, _binary_kl(xp, old, rollout))
+    return xp.where(xp.isnan(value), 0.0, value), is_unknown
+
+
+def _binary_kl(xp: Any, first: Any, second: Any) -> Any:
+    p = xp.exp(first).clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    q = xp.exp(second).clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    return p * xp.log(p / q) + (1 - p) * xp.log((1 - p) / (1 - q))
+
+
+def _known(xp: Any, old: Any, rollout: Any, unknown: str) -> tuple[Any, Any]:
+    # (log-ratio without the values that are not known, which tokens count as unknown); see the note above
+    _one_of("unknown", unknown, UNKNOWN)
+    log_ratio = old - rollout
+    strange = xp.isnan(log_ratio) if unknown == "extreme" else ~xp.isfinite(log_ratio)
+    return xp.where(strange, 0.0, log_ratio), strange if unknown == "drop" else xp.zeros_like(strange)
+
+
+def _bounds(statistic: str, low: float | None, high: float | None) -> tuple[float, float]:
+    if (low is None and high is None) or (low is not None and high is not None and low > high):
+        raise ConfigError(f"a mask needs low, high or both, low <= high; found low={low!r}, high={high!r}")
+    if statistic != "ratio":
+        return -np.inf if low is None else low, np.inf if high is None else high
+    if high is not None and not high > 0:
+        raise ConfigError(f"the ratio of two probabilities is above 0; found high={high!r}")
+    return -np.inf if low is None or low <= 0 else float(np.log(low)), np.inf if high is None else float(np.log(high))
+
+
+def _held(values: Any, bound: float | None) -> Any:
+    return values if bound is None else values.clip(-bound, bound)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is one of {', '.join(known)}; found {value!r}")
