@@ -227,74 +227,6 @@ def test_value_clip(file: str, case: Case) -> None:
     check_gradient(case, loss, leaf, "grad_vpreds")
 
 
-def pair_columns(count: int, *, interleaved: bool) -> tuple[Tensor, list[str]]:
-    """`chosen` and `pair_id`, for rows in blocks or pair by pair."""
-    if interleaved:
-        return torch.arange(count) % 2 == 0, [f"pair {row // 2}" for row in range(count)]
-    return torch.arange(count) < count // 2, [f"pair {row % (count // 2)}" for row in range(count)]
-
-
-@cases("preference_loss__trl.dpo_sigmoid", "preference_loss__nemo.dpo")
-def test_dpo(file: str, case: Case) -> None:
-    if set(case.params) - {"beta", "label_smoothing", "loss_type", "reference_policy_kl_penalty"}:
-        return  # NeMo's sums with other losses
-    packed = Packed(case, "completion_mask")
-    leaf = packed.whole("per_token_logps")
-    chosen, pair_id = pair_columns(packed.num_rows, interleaved="nemo" in file)
-    # TRL ignores label smoothing in this loss, so its numbers are those without
-    output, metrics = losses.dpo.function(
-        packed.tokens(leaf),
-        packed.tokens("ref_per_token_logps"),
-        chosen,
-        pair_id,
-        packed.segments,
-        beta=case.params.get("beta", case.params.get("reference_policy_kl_penalty")),
-    )
-    loss = output.mean()
-    case.close(loss.item(), case.wanted("loss"))
-    check_gradient(case, loss, leaf, "grad_per_token_logps")
-    if "margins" in case.outputs:
-        case.close(metrics["preference_margin"].mean().item(), case.wanted("margins"))
-
-
-@cases("preference_loss__openrlhf.dpo_cdpo")
-def test_dpo_with_label_smoothing(file: str, case: Case) -> None:
-    policy = torch.tensor(np.concatenate([case.array(f"policy_{w}_logps") for w in ("chosen", "rejected")]))
-    reference = torch.tensor(np.concatenate([case.array(f"reference_{w}_logps") for w in ("chosen", "rejected")]))
-    policy.requires_grad_()
-    chosen, pair_id = pair_columns(len(policy), interleaved=False)
-    segments = Segments.of(torch.arange(len(policy)), len(policy))
-    output, _ = losses.dpo.function(
-        policy,
-        reference,
-        chosen,
-        pair_id,
-        segments,
-        beta=case.params["beta"],
-        label_smoothing=case.params["label_smoothing"],
-    )
-    loss = output.mean()
-    case.close(loss.item(), case.wanted("loss"))
-    (gradient,) = torch.autograd.grad(loss, policy)
-    case.close(gradient.numpy(), np.concatenate([case.wanted("grad_chosen"), case.wanted("grad_rejected")]))
-
-
-@cases(
-    "reward_model_loss__trl.pairwise_bt",
-    "reward_model_loss__trl.pairwise_centered",
-    "reward_model_loss__nemo.preference",
-)
-def test_bradley_terry(file: str, case: Case) -> None:
-    scores = torch.tensor(case.array("rewards"), requires_grad=True)
-    chosen, pair_id = pair_columns(len(scores), interleaved="nemo" in file)
-    center = case.params.get("center_rewards_coefficient") or 0.0
-    output, metrics = losses.bradley_terry.function(scores, chosen, pair_id, center=center)
-    loss = output.mean()
-    case.close(loss.item(), case.wanted("loss"))
-    check_gradient(case, loss, scores, "grad_rewards")
-    case.close(metrics["preference_accuracy"].mean().item(), case.wanted("accuracy"))
-
-
 @cases("entropy_bonus__verl.token-mean")
 def test_entropy_bonus(file: str, case: Case) -> None:
     packed = Packed(case)
@@ -304,18 +236,6 @@ def test_entropy_bonus(file: str, case: Case) -> None:
     output, _ = losses.entropy_bonus.function(packed.tokens(entropy))
     case.close(-output.mean().item(), case.wanted("entropy_loss"))
     check_gradient(case, -output.mean(), leaf, "grad_logits")
-
-
-def test_reverse_kl_on_the_teachers_tokens() -> None:
-    (case,) = read("distillation__nemo.topk_reverse")
-    packed = Packed(case)
-    leaf = packed.whole("student_logits")
-    teacher, ids = torch.tensor(case.array("teacher_logits")).log_softmax(-1).topk(case.params["topk"], -1)
-    output, _ = losses.reverse_kl.function(
-        packed.tokens(leaf), packed.tokens(ids), packed.tokens(teacher), outside="ignore"
-    )
-    case.close(output.mean().item(), case.wanted("loss"))
-    check_gradient(case, output.mean(), leaf, "grad_student_logits")
 
 
 def test_loss_of_interest_is_read() -> None:
