@@ -90,7 +90,7 @@ def group_mean_between(
 @fr.operator(filter=True)
 def length(
     response_ids: fr.TOKEN.i32,
-    prompt_ids: fr.PROMPT.i32["*"] = None,
+    prompt_ids=None,
     finish_reason: fr.SAMPLE.str = None,
     *,
     least: int = 1,

@@ -255,7 +255,7 @@ def _work(response_ids: fr.Ragged, prompt_ids: fr.Ragged | None, quadratic: floa
 @fr.operator(writes={"part": fr.SAMPLE.i32}, locality="batch")
 def part_by_length(
     response_ids: fr.TOKEN.i32,
-    prompt_ids: fr.PROMPT.i32["*"] = None,
+    prompt_ids=None,
     *,
     parts: int,
     method: str = "balanced",
@@ -280,7 +280,7 @@ def part_by_length(
 @fr.operator(writes={"micro_batch": fr.SAMPLE.i32}, locality="batch")
 def batch_by_tokens(
     response_ids: fr.TOKEN.i32,
-    prompt_ids: fr.PROMPT.i32["*"] = None,
+    prompt_ids=None,
     *,
     max_tokens: int,
     fit: str = "longest_first",
