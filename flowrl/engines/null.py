@@ -180,7 +180,7 @@ class NullHost:
             digest.update(
                 repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes()
             )
-        digest.update(repr((job.loss, job.average, job.average_length, job.epochs, job.minibatches)).encode())
+        digest.update(repr((job.loss, job.average, job.epochs, job.minibatches)).encode())
         return digest.digest()
 
     def blend(self, source: Host, decay: float) -> None:

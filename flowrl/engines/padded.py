@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from flowrl.engines.averages import Totals, weights
 from flowrl.engines.loss_terms import Metrics, evaluate
 from flowrl.engines.segments import Segments
 from flowrl.errors import ConfigError, SchemaError
+from flowrl.graph.averages import Average
 from flowrl.graph.losses import Loss, Term, is_live
 from flowrl.graph.operators import Read
+from flowrl.schema.standard import LIVE
 
 Values = Tensor | Sequence[Any]
 
@@ -39,6 +41,9 @@ class PlainScope:
 
     def read(self, read: Read, term: Term) -> Any:
         """The value of one parameter of a term."""
+        if read.column in LIVE and not is_live(read):
+            # stored under the name of a live column (a critic's earlier `values`); here it goes by the parameter's name
+            read = replace(read, column=read.param)
         if read.column in self.columns:
             return self._packed(read.column, read)
         if read.broadcast and read.broadcast in self.columns:
@@ -76,8 +81,7 @@ def evaluate_padded(
     loss: Loss,
     columns: Mapping[str, Values],
     mask: Tensor,
-    average: str,
-    average_length: int | None,
+    average: Average,
     totals: Totals | None,
 ) -> tuple[Tensor, dict[str, float]]:
     """See `flowrl.engines.plain.apply_loss`."""
@@ -89,9 +93,15 @@ def evaluate_padded(
     chosen = mask != 0
     segments = Segments.of(chosen.nonzero()[:, 0], len(chosen))
     scope = PlainScope(columns, chosen, segments)
-    part = evaluate(loss, scope)
     counts = segments.lengths.cpu().numpy()
-    token_weight, row_weight = weights(average, counts, average_length=average_length, totals=totals)
+    if totals is not None and loss.needs_whole_batch() and totals.num_tokens != counts.sum():
+        whole = ", ".join(repr(t.short_name) for t in loss.terms() if t.locality.kind == "batch")
+        raise ConfigError(
+            f"{whole} must see all tokens of an optimizer step ({totals.num_tokens}) at once; found {counts.sum()} of them; give "
+            "the whole step without totals"
+        )
+    part = evaluate(loss, scope)
+    token_weight, row_weight = weights(average, counts, totals=totals, prompts=_prompts(average, columns, len(mask)))
     total: Tensor | None = None
     for values, weight, is_token in ((part.token, token_weight, True), (part.sample, row_weight, False)):
         if values is not None:
@@ -102,3 +112,16 @@ def evaluate_padded(
     if total is None:
         raise ConfigError("every term of this loss is multiplied by 0, so there is nothing to compute")
     return total, scope.logged.means()
+
+
+def _prompts(average: Average, columns: Mapping[str, Values], num_rows: int) -> list[Any] | None:
+    """The id of each row's prompt, where the average asks for it."""
+    if not average.key:
+        return None
+    if average.key not in columns:
+        raise SchemaError(f"average='{average.kind}' reads the column '{average.key}', which was not given")
+    found = columns[average.key]
+    listed = found.tolist() if isinstance(found, Tensor) else list(found)
+    if len(listed) != num_rows:
+        raise SchemaError(f"column '{average.key}' has {len(listed)} values for {num_rows} rows")
+    return listed

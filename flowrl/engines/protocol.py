@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flowrl.graph.averages import Average
 from flowrl.graph.losses import Loss
 from flowrl.model import Model, Tokenizer
 from flowrl.schema.ragged import Ragged
@@ -121,14 +122,17 @@ class UpdateJob:
     columns: Mapping[str, np.ndarray | Ragged]
     """Stored columns some term reads."""
     loss: Loss
-    average: str = "token_mean"
-    average_length: int | None = None
+    average: Average = field(default_factory=Average)
     epochs: int = 1
     minibatches: int = 1
     split_by: np.ndarray | None = None
     """[N] keys; rows with equal key stay in one mini-batch."""
     group_by: np.ndarray | None = None
     """[N] keys; rows with equal key stay in one micro-batch (losses with locality group)."""
+    is_whole: bool = False
+    """All rows of an optimizer step stay in one micro-batch (losses with locality batch)."""
+    prompts: np.ndarray | None = None
+    """[N] ids of prompts, where the average asks for them."""
     shuffle: bool = True
     seed: int = 0
     """Seeds the order of rows."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.engines.averages import Totals, weights
+from flowrl.engines.averages import weights
 from flowrl.engines.forward import Forward
 from flowrl.engines.loss_terms import Scope, evaluate
 from flowrl.engines.packing import (
@@ -193,6 +193,8 @@ class Trainer:
 
     def _groups(self, work: Work, rows: np.ndarray) -> np.ndarray | None:
         """[N] int: rows that must, or that had better, share a micro-batch."""
+        if work.job.is_whole:
+            return np.zeros(len(rows), np.int64)
         if work.groups is not None:
             found: np.ndarray = np.unique(work.groups[rows], return_inverse=True)[1].reshape(-1)
             return found
@@ -202,8 +204,8 @@ class Trainer:
 
     def _accumulate(self, work: Work, rows: np.ndarray) -> Step:
         """Gradients of the step's loss, added up over micro-batches."""
-        rows = _with_work(work, rows)
         token_weight, row_weight = step_weights(work.job, work.counts, rows)
+        rows = _with_work(work, rows)
         groups = self._groups(work, rows)
         loss = torch.zeros((), device=self.forward.device)
         metrics: dict[str, tuple[Tensor, int]] = {}
@@ -340,8 +342,11 @@ def temperature_of(temperature: np.ndarray, row_T: Tensor) -> Tensor | None:
 
 def step_weights(job: UpdateJob, counts: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """([N] float32 weight of each token of a row, [N] float32 weight of each row), from the counts of one optimizer step."""
-    token, row = weights(job.average, counts, average_length=job.average_length, totals=Totals.of(counts[rows]))
-    return token.astype(np.float32), row.astype(np.float32)
+    prompts = None if job.prompts is None else job.prompts[rows].tolist()
+    found = weights(job.average, counts[rows], prompts=prompts)
+    token, row = np.zeros((2, len(counts)), np.float32)
+    token[rows], row[rows] = found
+    return token, row
 
 
 def _with_work(work: Work, rows: np.ndarray) -> np.ndarray:

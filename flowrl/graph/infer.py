@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flowrl.errors import Problem
+from flowrl.graph.averages import Average
 from flowrl.graph.expression_types import expression_problems, expression_type
 from flowrl.graph.expressions import Binary, Col, Expression, Literal, Where, to_source
 from flowrl.graph.losses import is_live, reads_of
@@ -321,9 +322,9 @@ def _update(node: Node, found: Inference) -> EdgeType:
             _missing_logprobs(node, found, rows, read.column, model)
         else:
             found.read_declared(node, rows, read)
-    key = node["loss"].group_key()
-    if key:
-        found.read(node, rows, key)
+    for key in (node["loss"].group_key(), Average.of(node.get).key):
+        if key:
+            found.read(node, rows, key)
     return WeightsType(model.model, model.version + 1, node.name)
 
 

@@ -11,19 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
+from flowrl.graph.averages import Average
 from flowrl.graph.code import FunctionRef, here
 from flowrl.graph.expressions import ColumnExpr, wrap
 from flowrl.graph.handles import Handle, Parts, Rows, Tracer, Weights, active, returned_handles
 from flowrl.graph.losses import Loss
 from flowrl.graph.operators import Operator, OperatorCall
 from flowrl.graph.values import Component, ComponentFactory
-from flowrl.schema.columns import nearest
 from flowrl.schema.types import TOKEN, Granularity
-
-AVERAGES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
-"""How per-token losses become one number. With L the loss, m the mask, n_i the trained tokens of row i, B the rows that
-have any: token_mean = sum(m L) / sum(n_i); sequence_mean = 1/B sum_i sum(m L)_i / n_i; sequence_sum = 1/B sum_i
-sum(m L)_i; constant = 1/(B average_length) sum(m L)."""
 
 REDUCTIONS = ("mean", "sum", "max", "min", "first", "count")
 
@@ -127,6 +122,8 @@ def update(
     loss: Any,
     average: str = "token_mean",
     average_length: int | None = None,
+    average_rows: str | int = "trained",
+    average_eps: float = 0.0,
     mask: str = "loss_mask",
 ) -> Weights:
     """Take optimizer steps on `loss` over `rows` and return the model's next version.
@@ -136,8 +133,12 @@ def update(
 
     Args:
         loss: terms that add, scale and multiply.
-        average: one of `token_mean`, `sequence_mean`, `sequence_sum`, `constant` (see `AVERAGES`).
+        average: one of `token_mean`, `token_sum`, `sequence_mean`, `sequence_sum`, `constant`, `prompt_mean` (formulas:
+            `flowrl.graph.averages.AVERAGES`).
         average_length: the length that `constant` divides by.
+        average_rows: what averages over rows divide by: `"trained"` rows that have a trained token, `"all"` rows of the step,
+            or a fixed number (1 gives a sum). In `prompt_mean` the same of prompts.
+        average_eps: added to the tokens of a row that `sequence_mean` divides by.
         mask: the TOKEN.bool column of tokens that train.
     """
     if not isinstance(loss, Loss):
@@ -146,16 +147,11 @@ def update(
         raise TraceError(f"at {here()}: fr.update needs loss= a loss such as losses.ppo_clip(0.2); found {what}")
     if not tuple(loss.terms()):
         raise TraceError(f"at {here()}: every term of this loss is multiplied by 0, so there is nothing to train on")
-    if average not in AVERAGES:
-        raise ConfigError(
-            f"at {here()}: average is one of {', '.join(AVERAGES)}; found {average!r}; {nearest(average, AVERAGES)}"
-        )
-    if (average == "constant") != (average_length is not None):
-        raise ConfigError(f"at {here()}: average_length belongs to average='constant', which needs it")
-    params: dict[str, Any] = {"loss": loss, "average": average}
-    if average_length is not None:
-        _whole("update", "average_length", average_length, least=1)
-        params["average_length"] = average_length
+    try:
+        chosen = Average(average, average_length, average_rows, average_eps)
+    except ConfigError as error:
+        raise ConfigError(f"at {here()}: {error}") from None
+    params: dict[str, Any] = {"loss": loss, **chosen.params}
     if mask != "loss_mask":
         params["mask"] = mask
     return active("update").add("update", (("model", model), ("rows", rows)), hint="update", gives=Weights, **params)

@@ -81,6 +81,10 @@ class Loss:
             raise ConfigError(f"the terms of a loss keep different groups together: {', '.join(sorted(keys))}")
         return next(iter(keys), "")
 
+    def needs_whole_batch(self) -> bool:
+        """Whether some term must see all rows of an optimizer step together: they are one micro-batch then."""
+        return any(term.locality.kind == "batch" for term in self.terms())
+
 
 def is_live(read: Read) -> bool:
     """Whether a read of a loss is computed by the model (`values=values` is live, `old_values=values` is stored)."""
@@ -233,6 +237,10 @@ class LossFunction:
         max_staleness: int | None,
         corrects: bool,
     ) -> None:
+        if locality.kind == "stateful":
+            raise ConfigError(
+                "a loss keeps no state: locality is 'row', fr.group(key) or 'batch'; keep state in an operator"
+            )
         if per not in ("token", "sample"):
             raise ConfigError(f"a loss is per='token' or per='sample'; found {per!r}")
         self.function = function
@@ -298,7 +306,9 @@ def loss(
     """Declare a loss term.
 
     Args:
-        locality: `"row"`, or `fr.group(key)` when rows with equal `key` must be in one micro-batch (preference pairs).
+        locality: `"row"`; `fr.group(key)` when rows with equal `key` must be in one micro-batch (preference pairs); `"batch"`
+            when all rows of an optimizer step must (statistics over its tokens): the step's activations are then held at
+            once, so keep the step small (`fr.repeat(minibatches=...)`) or checkpoint activations.
         per: `"token"` when it returns [T], `"sample"` when it returns [N].
         on_policy: only right on tokens that the trained model sampled (checked: FR-M01).
         max_staleness: greatest staleness it tolerates by itself (checked: FR-V02); None for any.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowrl.errors import TextError
+from flowrl.errors import ConfigError, TextError
+from flowrl.graph.averages import Average
 from flowrl.graph.code import FunctionRef
 from flowrl.graph.losses import Loss
 from flowrl.graph.nodes import Graph, Node
@@ -54,6 +55,11 @@ def refuse_incomplete(graph: Graph) -> None:
                 raise _error(node, f"needs a whole number of at least 1 for '{name}'; found {value!r:.60}")
             if name in CLASSES and not isinstance(value, CLASSES[name]):
                 raise _error(node, f"needs a declared {name} for '{name}'; found {value!r:.60}")
+        if node.kind == "update":
+            try:
+                Average.of(node.get)
+            except ConfigError as error:
+                raise _error(node, f"has an average that cannot be: {error}") from None
         if node.kind == "input" and node["kind"] not in ("rows", "weights", "unused"):
             raise _error(node, f"is rows, weights or unused; found {node['kind']!r:.60}")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flowrl.engines.protocol import Host, SampleKey, SampleRequest, SamplingOptions, TokenRows, UpdateJob, UpdateReport
 from flowrl.errors import DataError, OperatorError
+from flowrl.graph.averages import Average
 from flowrl.graph.code import place_of
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Node
@@ -339,17 +340,19 @@ def update(node: Node, context: Context) -> Version:
         if name in rows:
             columns[name] = rows[name]
     group_key = loss.group_key()
+    average = Average.of(node.get)
     job = UpdateJob(
         rows=token_rows(rows),
         mask=mask,
         columns=columns,
         loss=loss,
-        average=node["average"],
-        average_length=node.get("average_length"),
+        average=average,
         epochs=table.epochs,
         minibatches=table.minibatches,
         split_by=rows[table.split_by] if table.split_by else rows[group_key] if group_key else None,
         group_by=rows[group_key] if group_key else None,
+        is_whole=loss.needs_whole_batch(),
+        prompts=np.asarray(rows[average.key]) if average.key else None,
         shuffle=table.shuffle,
         seed=SampleKey(context.seed, context.step, node.name, "", 0).number(),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from flowrl.graph.averages import Average
 from flowrl.graph.infer import Inference, infer, written_by
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.losses import is_live, reads_of
@@ -150,7 +151,7 @@ def _tokens(rows: RowsType) -> Names:
 def _update(node: Node, asked: Names, needs: Needs) -> list[Names]:
     rows = _rows_of(node, needs)
     stored = _declared((r for r in reads_of(node["loss"]) if not is_live(r)), rows)
-    group = {node["loss"].group_key()} - {""}
+    group = {node["loss"].group_key(), Average.of(node.get).key} - {""}
     versions = {"min_policy_version", "max_policy_version"}  # staleness is recorded when rows are used
     return _on_rows(node, stored | group | _tokens(rows) | versions | {node.get("mask", "loss_mask")})
 

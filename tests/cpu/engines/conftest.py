@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from flowrl.engines.host_torch import TorchEngine, TorchHost
 from flowrl.engines.protocol import SampleKey, SampleRequest, TokenRows, UpdateJob
+from flowrl.graph.averages import Average
 from flowrl.model import AdamW, Model
 from flowrl.schema.ragged import Ragged
 from tests.bigram import Bigram
@@ -129,7 +130,8 @@ class Kit:
     def job(self, rows: TokenRows, loss: Any, mask: Any = None, **options: Any) -> UpdateJob:
         ids = rows.response_ids
         full = Ragged.like(np.ones(len(ids.values), bool), ids) if mask is None else Ragged.of(mask, bool)
-        return UpdateJob(rows, full, options.pop("columns", {}), loss, **options)
+        average = Average(options.pop("average", "token_mean"), options.pop("average_length", None))
+        return UpdateJob(rows, full, options.pop("columns", {}), loss, average, **options)
 
     def plain_logprobs(
         self, module: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0

@@ -70,7 +70,7 @@ def random_mask(rows, seed=0, share=0.6):
 
 
 def reference_gradients(kit, module, rows, mask, columns, average, length):
-    """Row by row with plain operations, after the formulas of `flowrl.graph.language.AVERAGES`."""
+    """Row by row with plain operations, after the formulas of `flowrl.graph.averages.AVERAGES`."""
     counts = [sum(m) for m in mask]
     busy = sum(c > 0 for c in counts)
     total = torch.zeros(())
