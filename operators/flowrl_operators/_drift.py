@@ -18,7 +18,8 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 
-STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_both")
+STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl")
+DIRECTIONS = ("from_rollout", "from_old", "both")
 OVER = ("token", "sum", "mean", "max", "each")
 LEVELS = ("token", "sequence", "geometric")
 UNKNOWN = ("drop", "equal", "extreme")
@@ -89,6 +90,7 @@ def within(
     rollout: Any,
     *,
     statistic: str,
+    direction: str,
     over: str,
     low: float | None,
     high: float | None,
@@ -97,9 +99,21 @@ def within(
 ) -> Any:
     """[T] bool: the tokens whose statistic, or whose row's, lies in [low, high]."""
     _one_of("statistic", statistic, STATISTICS)
+    _one_of("direction", direction, DIRECTIONS)
     _one_of("over", over, OVER)
+    if statistic == "ratio" and direction != "from_rollout":
+        raise ConfigError(
+            f"a ratio has no direction; for statistic='ratio' leave it out; found direction={direction!r}"
+        )
     least, most = _bounds(statistic, low, high)
-    values, is_unknown = _statistic(xp, old, rollout, statistic, log_ratio_clip, unknown)
+    log_ratio, is_unknown = _known(xp, old, rollout, unknown)
+    held = _held(log_ratio, log_ratio_clip)
+    if direction == "from_old":
+        values = _statistic(xp, -held, rollout, old, statistic)
+    else:
+        values = _statistic(xp, held, old, rollout, statistic)
+    if direction == "both":
+        values = xp.maximum(values, _statistic(xp, -held, rollout, old, statistic))
     if over not in ("token", "each"):
         values = rows.spread(getattr(rows, over)(values))
     kept = (values >= least) & (values <= most) & ~is_unknown  # NaN is nowhere between
@@ -109,28 +123,22 @@ def within(
     return every & kept
 
 
-def _statistic(
-    xp: Any, old: Any, rollout: Any, statistic: str, log_ratio_clip: float | None, unknown: str
-) -> tuple[Any, Any]:
-    # the ratio stays a logarithm: its sum is that of the product, its mean that of the geometric mean
-    log_ratio, is_unknown = _known(xp, old, rollout, unknown)
-    held = _held(log_ratio, log_ratio_clip)
+def _statistic(xp: Any, log_ratio: Any, old: Any, rollout: Any, statistic: str) -> Any:
+    # the divergence of rollout from old
     match statistic:
         case "ratio":
-            return held, is_unknown
+            return log_ratio  # its sum is the logarithm of the product, its mean that of the geometric mean
         case "k1":
-            return -held, is_unknown
+            return -log_ratio
         case "k2":
-            return held * held / 2, is_unknown
+            return log_ratio * log_ratio / 2
         case "k3":
-            return xp.expm1(held) - held, is_unknown
-    if statistic == "tv":
-        value = abs(xp.exp(old) - xp.exp(rollout))
-    else:
-        value = _binary_kl(xp, rollout, old)
-        if statistic == "binary_kl_both":
-            value = xp.maximum(value, _binary_kl(xp, old, rollout))
-    return xp.where(xp.isnan(value), 0.0, value), is_unknown
+            return xp.expm1(log_ratio) - log_ratio
+        case "tv":
+            value = abs(xp.exp(old) - xp.exp(rollout))
+        case _:
+            value = _binary_kl(xp, rollout, old)
+    return xp.where(xp.isnan(value), 0.0, value)
 
 
 def _binary_kl(xp: Any, first: Any, second: Any) -> Any:

@@ -29,6 +29,7 @@ def drift(
     low: float | None = None,
     high: float | None = None,
     statistic: str = "ratio",
+    direction: str = "from_rollout",
     over: str = "token",
     log_ratio_clip: float | None = 20.0,
     unknown: str = "drop",
@@ -41,9 +42,11 @@ def drift(
 
     Args:
         low, high: the statistic must lie within these, bounds included; None for no bound.
-        statistic: `"ratio"` r; divergences of the sampler from the trainer at the token drawn: `"k1"` -l, `"k2"` l^2 / 2,
-            `"k3"` r - 1 - l; `"tv"` |exp(old) - exp(rollout)|; `"binary_kl"` KL(rollout || old) of "this token or any
-            other" (OpenRLHF), `"binary_kl_both"` the greater of both directions (verl's KPop).
+        statistic: `"ratio"` r; or how far apart the two are at the token drawn, with o = old_logprobs, q = rollout_logprobs:
+            estimators of KL(q || o) `"k1"` -l, `"k2"` l^2 / 2, `"k3"` r - 1 - l; `"tv"` |exp(o) - exp(q)|; `"binary_kl"`
+            KL(q || o) of "this token or any other".
+        direction: `"from_rollout"` KL(q || o) (verl, OpenRLHF); `"from_old"` KL(o || q), with l for -l everywhere (AReaL);
+            `"both"`: the greater (verl's KPop, with binary_kl).
         over: `"token"`: each token by itself. A row as a whole: `"sum"` (of ratios: their product), `"mean"` (of ratios: the
             geometric mean), `"max"`, `"each"`: every token must lie within (`low=1e-4` alone is a veto: one token below
             it drops the row).
@@ -61,6 +64,7 @@ def drift(
             old_logprobs.values[inside].astype(np.float64),
             rollout_logprobs.values[inside].astype(np.float64),
             statistic=statistic,
+            direction=direction,
             over=over,
             low=low,
             high=high,

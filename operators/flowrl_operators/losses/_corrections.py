@@ -108,6 +108,7 @@ def within_drift(
     low: float | None = None,
     high: float | None = None,
     statistic: str = "ratio",
+    direction: str = "from_rollout",
     over: str = "token",
     log_ratio_clip: float | None = 20.0,
     unknown: str = "drop",
@@ -119,9 +120,10 @@ def within_drift(
 
     Args:
         low, high: the statistic must lie within these, bounds included; None for no bound.
-        statistic: `"ratio"` r; divergences of the sampler from the trainer at the token drawn: `"k1"` -l, `"k2"` l^2 / 2,
-            `"k3"` r - 1 - l; `"tv"` |exp(o) - exp(q)|; `"binary_kl"` KL(q || o) of "this token or any other"
-            (OpenRLHF), `"binary_kl_both"` the greater of both directions (verl's KPop).
+        statistic: `"ratio"` r; or how far apart the two are at the token drawn: estimators of KL(q || o) `"k1"` -l, `"k2"`
+            l^2 / 2, `"k3"` r - 1 - l; `"tv"` |exp(o) - exp(q)|; `"binary_kl"` KL(q || o) of "this token or any other".
+        direction: `"from_rollout"` KL(q || o) (verl, OpenRLHF); `"from_old"` KL(o || q), with l for -l everywhere (AReaL);
+            `"both"`: the greater (verl's KPop, with binary_kl).
         over: `"token"`: each token by itself. A row as a whole: `"sum"` (of ratios: their product), `"mean"` (of ratios: the
             geometric mean), `"max"`, `"each"`: every token of the row must lie within the bounds, so that
             `within_drift(1e-4, over="each")` is a veto: one token below 1e-4 drops its row.
@@ -138,6 +140,7 @@ def within_drift(
         old_logprobs.detach(),
         rollout_logprobs,
         statistic=statistic,
+        direction=direction,
         over=over,
         low=low,
         high=high,

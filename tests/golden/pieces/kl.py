@@ -22,20 +22,17 @@ def per_token(case: Case, loss: fr.Loss, columns: dict[str, str], *, leaf: str =
     given = {ours: tensor(case, theirs, grad=ours == leaf) for ours, theirs in columns.items() if theirs in case.inputs}
     shape = case.array("ref_logprob").shape[:2]
     mask = tensor(case, "mask") if "mask" in case.inputs else torch.ones(shape, dtype=torch.float64)
-    total, _ = fr.apply_loss(loss, given, mask, average="constant", average_length=1, totals=ONE_ROW)
+    total, _ = fr.apply_loss(loss, given, mask, average="token_sum")
     (gradient,) = torch.autograd.grad(total, given[leaf])
     value = np.zeros(shape)
     for position in np.argwhere(mask.numpy() > 0):
         only = torch.zeros(shape)
         only[tuple(position)] = 1
-        one, _ = fr.apply_loss(loss, given, only, average="constant", average_length=1, totals=ONE_ROW)
+        one, _ = fr.apply_loss(loss, given, only, average="token_sum")
         value[tuple(position)] = one.item()
     chosen = mask.numpy() > 0
     return {"kl": Where(value, chosen), "grad_sum_wrt_logprob": Where(gradient.numpy(), chosen)}
 
-
-ONE_ROW = fr.Totals(num_tokens=1, num_rows=1)
-"""Makes the average a plain sum."""
 
 COLUMNS = {"logprobs": "logprob", "ref_logprobs": "ref_logprob", "old_logprobs": "old_log_probs"}
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl_operators import masks
 from flowrl_operators.importance import importance_weights
-from tests.golden.counts import ADDED
+from tests.golden.guards import ADDED
 from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
 
@@ -68,12 +68,20 @@ def rejection(old: np.ndarray, rollout: np.ndarray, mask: np.ndarray, option: st
     level, _, statistic = option.rpartition("_")
     over = level.removeprefix("seq_")
     low, high = bounds_of(spec)
+    direction = "from_rollout"
     if option == "binary_kl":
-        over, statistic = "token", "binary_kl_both"
+        over, statistic, direction = "token", "binary_kl", "both"
     if statistic == "k1":  # its bounds are ratios of sampler to trainer; one bound stands for both sides
         low, high = np.log(1 / high if low is None else low), np.log(high)
     kept = masks.drift(
-        ragged(old), ragged(rollout), ragged(mask > 0), statistic=statistic, over=over, low=low, high=high
+        ragged(old),
+        ragged(rollout),
+        ragged(mask > 0),
+        statistic=statistic,
+        direction=direction,
+        over=over,
+        low=low,
+        high=high,
     )
     return matrix(kept)
 
