@@ -8,19 +8,22 @@ import flowrl as fr
 
 
 @fr.operator(writes={"kl_baseline": fr.SAMPLE.f32}, locality="batch")
-def kto_baseline(kl_logprobs: fr.SAMPLE.f32, kl_ref_logprobs: fr.SAMPLE.f32):
-    """KTO's reference point z0 = max(0, mean over the step of kl_logprobs - kl_ref_logprobs), the same number in every row.
+def kto_baseline(old_logprobs: fr.TOKEN.f32, ref_logprobs: fr.TOKEN.f32, loss_mask: fr.TOKEN.bool = None):
+    """KTO's reference point z0 = max(0, mean over rows of h), h the sum over a response's tokens of old_logprobs - ref_logprobs.
 
-    From Ethayarajh et al. (arXiv 2402.01306): an estimate of KL(policy || ref) from responses that do not belong to their prompt
-    (row i's prompt with another row's response), so that it does not follow from the responses that are judged.
+    From Ethayarajh et al. (arXiv 2402.01306): an estimate of KL(policy || ref), the same number in every row. Its rows are
+    mismatched ones, each prompt with the response to another prompt, so that the point does not follow from the responses
+    that are judged; their table gives it to the judged ones by a join:
 
-    Args (columns):
-        kl_logprobs, kl_ref_logprobs: log-probability of that whole mismatched response, the sum over its tokens, under the policy
-            before the update and under the reference.
+        other = fr.logprobs(policy, fr.logprobs(ref, mismatched, out="ref_logprobs"), out="old_logprobs")
+        rows = fr.join(rows, advantages.kto_baseline(other).select("kl_baseline"), on="prompt_id")
 
-    Rows where either is not finite are left out; 0 without any other.
+    Rows without a token that trains, or with a number that is not finite, are left out; 0 without any other.
     """
+    inside = np.ones(len(old_logprobs.values), bool) if loss_mask is None else loss_mask.values.astype(bool)
     with np.errstate(invalid="ignore"):  # minus infinity on both sides
-        difference = np.asarray(kl_logprobs, np.float64) - np.asarray(kl_ref_logprobs, np.float64)
-    known = difference[np.isfinite(difference)]
-    return np.full(len(difference), max(float(known.mean()), 0.0) if len(known) else 0.0)
+        difference = old_logprobs.values.astype(np.float64) - ref_logprobs.values
+    rows, count = old_logprobs.row_index[inside], len(old_logprobs)
+    score = np.bincount(rows, weights=difference[inside], minlength=count)
+    known = score[np.isfinite(score) & (np.bincount(rows, minlength=count) > 0)]
+    return np.full(count, max(float(known.mean()), 0.0) if len(known) else 0.0)

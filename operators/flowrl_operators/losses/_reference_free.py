@@ -35,6 +35,7 @@ def cpo(
     label_smoothing: float = 0.0,
     kind: str = "sigmoid",
     reduce: str = "sum",
+    alpha: float = 0.0,
 ) -> Output:
     """Contrastive preference optimisation: -log sigma(beta D), D = log pi(w) - log pi(l): DPO with a uniform reference.
 
@@ -44,6 +45,7 @@ def cpo(
         label_smoothing: chance e that a pair is the wrong way round, for `kind="sigmoid"`.
         kind: `"sigmoid"`; `"hinge"`: max(0, 1 - beta D) (SLiC); `"ipo"`: (D - 1 / (2 beta))^2.
         reduce: log pi is the sum over a response's tokens, or their mean (TRL takes it for `ipo`).
+        alpha: log pi becomes (1 - pi^-alpha) / alpha; see `simpo`.
 
     Metrics per row: `preference_accuracy`, `preference_margin` (beta D), `chosen_reward`, `rejected_reward` (beta log pi).
     """
@@ -53,7 +55,7 @@ def cpo(
             f"cpo knows the kinds {', '.join(CPO_KINDS)}, the first with label_smoothing; found kind={kind!r}, "
             f"label_smoothing={label_smoothing!r}"
         )
-    scores = row_scores(logprobs, segments, reduce)
+    scores = _shaped(row_scores(logprobs, segments, reduce), alpha)
     winners, losers = find_pairs(pair_id, chosen)
     difference = scores[winners] - scores[losers]
     if kind == "sigmoid":
@@ -87,12 +89,8 @@ def simpo(
 
     Metrics per row: `preference_accuracy`, `preference_margin` (r_w - r_l), `chosen_reward`, `rejected_reward` (r).
     """
-    import torch
-
     check_beta("simpo", beta)
-    scores = row_scores(logprobs, segments, "mean")
-    if alpha:
-        scores = -torch.expm1(bounded_exponent(-alpha * scores)) / alpha
+    scores = _shaped(row_scores(logprobs, segments, "mean"), alpha)
     winners, losers = find_pairs(pair_id, chosen)
     ours, theirs = beta * scores[winners], beta * scores[losers]
     return on_both_rows(smoothed(ours - theirs - gamma, label_smoothing), (ours, theirs), winners, losers)
@@ -147,6 +145,13 @@ def chosen_nll(
     winners, losers = find_pairs(pair_id, chosen)
     loss = at_both_rows(-scores[winners], winners, losers)
     return loss, {"chosen_nll": loss.detach()}
+
+
+def _shaped(scores: Tensor, alpha: float) -> Tensor:
+    """(1 - p^-alpha) / alpha of p = exp(scores); their logarithm for alpha = 0, which it tends to."""
+    import torch
+
+    return -torch.expm1(bounded_exponent(-alpha * scores)) / alpha if alpha else scores
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import flowrl as fr
 from flowrl_operators import advantages, losses
 from tests.golden.pairs import columns_of_pairs, loss_and_gradient, of_each_pair, stacked
 from tests.golden.runner import Contract
-from tests.golden.vectors import Case
+from tests.golden.vectors import Case, ragged
 
 DIVERGENCES = {
     "reverse_kl": "reverse_kl",
@@ -31,32 +31,31 @@ PLAIN = {"sigmoid", "sigmoid_norm", "hinge", "nca_pair", "sppo_hard", "apo_zero"
 
 
 def _matrices(case: Case) -> tuple[dict[str, Any], Tensor]:
-    """Log-probabilities per token, and the mask [rows, tokens] with the rows of sample_mask 0 left out."""
-    mask = torch.tensor(case.array("completion_mask"))
-    if "sample_mask" in case.inputs:
-        mask = mask * torch.tensor(case.array("sample_mask"))[:, None]
+    """Log-probabilities per token, and their mask [rows, tokens]."""
     columns = {
         "logprobs": torch.tensor(case.array("per_token_logps")),
         "ref_logprobs": torch.tensor(case.array("ref_per_token_logps")),
     }
-    return columns, mask
+    return columns, torch.tensor(case.array("completion_mask"))
 
 
-def _empty_rows(mask: Tensor) -> Contract | None:
+def _empty_row(mask: Tensor, loss: fr.Loss, columns: dict[str, Any]) -> Contract | None:
+    """What stands for a case with an empty response: a row without a trained token weighs nothing, so only the other row of
+    its pair counts; elsewhere the pair counts whole."""
     is_empty = (mask != 0).sum(1) == 0
-    if is_empty.any() and not is_empty.all():
-        return Contract(
-            "rows without a trained token carry no loss, so that the other half of their pair counts alone", True
-        )
-    return None
+    if not is_empty.any():
+        return None
+    value, gradient, _ = loss_and_gradient(loss, columns, mask, "logprobs")
+    is_still = np.isfinite(value) and not gradient[mask.numpy() == 0].any()
+    return Contract("a row without a trained token weighs nothing", bool(is_still))
 
 
 def trl_dpo(case: Case, found: Match[str]) -> Any:
     """Rows: all chosen, then all rejected."""
     columns, mask = _matrices(case)
-    if (contract := _empty_rows(mask)) is not None:
-        return contract
     columns |= columns_of_pairs(len(mask))
+    if (contract := _empty_row(mask, losses.dpo(case.params["beta"]), columns)) is not None:
+        return contract
     kinds = case.params.get("loss_type", "sigmoid")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     weights = case.params.get("loss_weights") or [1.0] * len(kinds)
@@ -101,10 +100,12 @@ def _trl_term(case: Case, kind: str) -> fr.Loss:
 def nemo_dpo(case: Case) -> Any:
     """Rows interleaved; sums over tokens unless averaged."""
     columns, mask = _matrices(case)
-    if (contract := _empty_rows(mask)) is not None:
-        return contract
+    kept = torch.tensor(case.array("sample_mask")) != 0  # pairs that are not counted are not there
+    columns, mask = {name: column[kept] for name, column in columns.items()}, mask[kept]
     columns |= columns_of_pairs(len(mask), interleaved=True)
     params = case.params
+    if (contract := _empty_row(mask, losses.dpo(params["reference_policy_kl_penalty"]), columns)) is not None:
+        return contract
     by = {True: "mean", False: "sum"}
     preference = losses.dpo(
         params["reference_policy_kl_penalty"], reduce=by[params.get("preference_average_log_probs", False)]
@@ -114,9 +115,11 @@ def nemo_dpo(case: Case) -> Any:
     value, gradient, metrics = loss_and_gradient(
         weights[0] * preference + weights[1] * likelihood, columns, mask, "logprobs"
     )
+    whole = np.zeros((len(kept), mask.shape[1]))
+    whole[kept.numpy()] = gradient
     return {
         "loss": value,
-        "grad_per_token_logps": gradient,
+        "grad_per_token_logps": whole,
         "preference_loss": loss_and_gradient(preference, columns, mask, "logprobs")[0],
         "sft_loss": loss_and_gradient(likelihood, columns, mask, "logprobs")[0] if weights[1] else 0.0,
         "accuracy": metrics["preference_accuracy"],
@@ -190,7 +193,10 @@ def _rewards(loss: fr.Loss, columns: dict[str, Any], rows: int) -> dict[str, np.
 
 def _cpo(params: dict[str, Any], kind: str) -> fr.Loss:
     smoothing = params["label_smoothing"] if kind == "sigmoid" else 0.0  # the others do not look at it
-    return losses.cpo(params["beta"], label_smoothing=smoothing, kind=kind, reduce="mean" if kind == "ipo" else "sum")
+    reduce = "mean" if kind == "ipo" else "sum"
+    return losses.cpo(
+        params["beta"], label_smoothing=smoothing, kind=kind, reduce=reduce, alpha=params.get("alpha", 0.0)
+    )
 
 
 def _simpo(params: dict[str, Any]) -> fr.Loss:
@@ -217,13 +223,10 @@ def trl_orpo(case: Case) -> dict[str, Any]:
 
 def trl_kto(case: Case, found: Match[str]) -> Any:
     columns, mask = _matrices(case)
-    if (contract := _empty_rows(mask)) is not None:
-        return contract
     columns["chosen"] = torch.tensor(case.array("labels_desirable")) != 0
-    baseline = None
-    if not found["zero"]:
-        baseline = "kl_baseline"
-        level = advantages.kto_baseline(case.array("KL_logps"), case.array("ref_KL_logps"))
+    baseline = None if found["zero"] else "kl_baseline"
+    if baseline:
+        level = advantages.kto_baseline(*(ragged(case.array(name)[:, None]) for name in ("KL_logps", "ref_KL_logps")))
         columns[baseline] = torch.tensor(level)
     loss = losses.kto(
         case.params["beta"],
@@ -231,6 +234,8 @@ def trl_kto(case: Case, found: Match[str]) -> Any:
         undesirable_weight=case.params["undesirable_weight"],
         baseline=baseline,
     )
+    if (contract := _empty_row(mask, loss, columns)) is not None:
+        return contract
     value, gradient, metrics = loss_and_gradient(loss, columns, mask, "logprobs")
     return {"loss": value, "grad_per_token_logps": gradient, "kl": metrics["kl_baseline"]}
 
@@ -248,6 +253,9 @@ PATTERNS = [
     (r"trl\.dpo_\w+", trl_dpo),
     (r"areal\.dpo_(?P<kind>sigmoid|ipo)", areal_dpo),
     (r"openrlhf\.(dpo|ipo)\w*", lambda case, found: openrlhf_dpo(case)),
-    (r"trl\.cpo_(?P<kind>\w+)", lambda case, found: trl_reference_free(lambda p: _cpo(p, found["kind"]))(case)),
+    (
+        r"trl\.(cpo|alphapo)_(?P<kind>sigmoid|hinge|ipo)",
+        lambda case, found: trl_reference_free(lambda p: _cpo(p, found["kind"]))(case),
+    ),
     (r"trl\.kto(?P<zero>_apo_zero_unpaired)?", trl_kto),
 ]
