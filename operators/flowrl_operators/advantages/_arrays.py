@@ -1,70 +1,228 @@
-"""Arithmetic on arrays that advantages share."""
+"""Arithmetic on arrays that advantages share: sums, means and deviations over a mask, sums from each token on."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 
 import numpy as np
 
 import flowrl as fr
+from flowrl.errors import ConfigError
+
+GUARDS = ("variance", "floor", "std")
+"""Where eps stands: sqrt(variance + eps), sqrt(max(variance, eps)), or std + eps."""
+
+BLOCK = 1 << 15
+"""Tokens worked on at a time: their temporaries stay in the cache of a core."""
+
+
+def checked(name: str, value: str, known: tuple[str, ...], where: str) -> str:
+    """The value of an option that must be one of some words. Errors: ConfigError."""
+    if value not in known:
+        raise ConfigError(f"{where}: {name} is one of {', '.join(known)}; found {value!r}")
+    return value
+
+
+# --- what belongs to a row ------------------------------------------------------------------------------------------------
+
+
+def row_sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """[N] sum of each row's values [T]; 0 for empty rows. Whole numbers and booleans are summed as integers."""
+    kind = np.float64 if values.dtype.kind == "f" else np.int64
+    total = np.zeros(len(offsets) - 1, kind)
+    filled = np.flatnonzero(np.diff(offsets))
+    if len(filled):
+        total[filled] = np.add.reduceat(values, offsets[:-1][filled], dtype=kind)
+    return total
+
+
+def any_in_row(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """[N] whether any of a row's flags [T] is true."""
+    found = np.zeros(len(offsets) - 1, bool)
+    filled = np.flatnonzero(np.diff(offsets))
+    if len(filled):
+        found[filled] = np.logical_or.reduceat(flags, offsets[:-1][filled])
+    return found
 
 
 def counted(reward: np.ndarray, loss_mask: fr.Ragged | None) -> np.ndarray:
     """[N] true for rows that count in statistics; see [Note: Rows that say nothing]."""
     known = np.isfinite(reward)
-    return known if loss_mask is None else known & (loss_mask.sum() > 0)
+    return known if loss_mask is None else known & any_in_row(as_bool(loss_mask).values, loss_mask.offsets)
 
 
-def centred_in_groups(
-    values: np.ndarray, keys: np.ndarray, is_counted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(values minus the mean of their group [N], number of each row's group [N], counted rows of each group).
+def as_bool(mask: fr.Ragged) -> fr.Ragged:
+    """A mask of any number type as booleans; not copied where it is one."""
+    return mask if mask.values.dtype == bool else fr.Ragged.like(mask.values.astype(bool), mask)
 
-    0 for rows that do not count and for groups without spread; see [Note: Rounding is no signal].
+
+def at_last_token(reward: np.ndarray, mask: fr.Ragged) -> fr.Ragged:
+    """The reward of each row at its last token of the mask, 0 elsewhere."""
+    values = np.zeros(len(mask.values))
+    last = last_token(mask)
+    has_any = last >= 0
+    values[last[has_any]] = np.asarray(reward, np.float64)[has_any]
+    return fr.Ragged.like(values, mask)
+
+
+def last_token(mask: fr.Ragged) -> np.ndarray:
+    """[N] place in the flat array of each row's last token of the mask; -1 where it has none."""
+    positions = np.flatnonzero(mask.values)
+    before = np.searchsorted(positions, mask.offsets)
+    has_any = before[1:] > before[:-1]
+    last = np.full(len(mask), -1)
+    last[has_any] = positions[before[1:][has_any] - 1]
+    return last
+
+
+# --- sums, means, deviations over a mask ----------------------------------------------------------------------------------
+
+
+def masked_sum(values: fr.Ragged, mask: fr.Ragged, *, per: str = "batch") -> np.ndarray | float:
+    """Sum over the tokens of a mask: of all rows (`per="batch"`, a number) or of each (`per="row"`, [N]).
+
+    What stands outside the mask, NaN included, has no part in this or in any of the functions below.
     """
-    seen: dict[object, int] = {}
-    number = np.asarray([seen.setdefault(key, len(seen)) for key in np.asarray(keys).tolist()], np.int64)
-    known, of = values[is_counted], number[is_counted]
-    count = np.bincount(of, minlength=len(seen))
-    mean = np.bincount(of, weights=known, minlength=len(seen)) / np.maximum(count, 1)
-    least, most = np.full(len(seen), np.inf), np.full(len(seen), -np.inf)
-    np.minimum.at(least, of, known)
-    np.maximum.at(most, of, known)
-    rounding = 4 * float(np.finfo(np.float32).eps) * np.maximum(np.abs(least), np.abs(most))
-    with np.errstate(invalid="ignore"):  # a group without a counted row: inf - inf
-        has_signal = (count > 1) & (most - least > rounding)
-    centred = np.where(is_counted & has_signal[number], values - mean[number], 0.0)
-    return centred, number, count
+    checked("per", per, ("batch", "row"), "masked sums")
+    rows = row_sums(_inside(values, mask), values.offsets)
+    return rows if per == "row" else float(rows.sum())
 
 
-def has_spread(values: np.ndarray) -> bool:
-    """Whether numbers differ by more than float32 rounding; see [Note: Rounding is no signal]."""
-    if len(values) < 2:
-        return False
-    step = float(np.finfo(np.float32).eps) * float(np.abs(values).max())
-    return float(np.ptp(values)) > 4 * step
+def masked_mean(
+    values: fr.Ragged, mask: fr.Ragged, *, per: str = "batch", count_eps: float = 0.0, empty: float = 0.0
+) -> np.ndarray | float:
+    """Mean over the tokens of a mask.
+
+    Args:
+        per: `"batch"` (a number) or `"row"` ([N]).
+        count_eps: added to the number of tokens; verl has 1e-8.
+        empty: the mean of nothing; OpenRLHF has NaN.
+    """
+    total, count = masked_sum(values, mask, per=per), _count(mask, per)
+    mean = np.where(count > 0, total / np.where(count > 0, count + count_eps, 1.0), empty)
+    return mean if per == "row" else float(mean)
 
 
-def deviation(values: np.ndarray, *, unbiased: bool) -> float:
-    """Standard deviation over n (or n - 1) values; exactly 0 without spread."""
-    return float(values.std(ddof=int(unbiased))) if has_spread(values) else 0.0
+def masked_var(
+    values: fr.Ragged, mask: fr.Ragged, *, unbiased: bool = False, per: str = "batch", count_eps: float = 0.0
+) -> np.ndarray | float:
+    """Variance over the tokens of a mask, divided by n, or by n - 1 if `unbiased`; 0 for fewer than two tokens.
+
+    Other arguments as in `masked_mean`.
+    """
+    mean = masked_mean(values, mask, per=per, count_eps=count_eps)
+    centred = values.values.astype(np.float64) - (values.spread(mean) if per == "row" else mean)
+    variance = masked_mean(fr.Ragged.like(centred**2, values), mask, per=per, count_eps=count_eps)
+    count = _count(mask, per)
+    variance = np.where(count > 1, variance * (count / np.maximum(count - 1, 1) if unbiased else 1.0), 0.0)
+    return variance if per == "row" else float(variance)
 
 
-def groups_of(keys: np.ndarray) -> list[np.ndarray]:
-    """Row indices of each distinct key, whatever the order of rows."""
-    keys = np.asarray(keys)
-    _, inverse = np.unique(keys.astype(str), return_inverse=True)
-    order = np.argsort(inverse, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(inverse[order])) + 1) if len(order) else []
+def whitened(
+    values: fr.Ragged,
+    mask: fr.Ragged,
+    *,
+    unbiased: bool,
+    eps: float = 1e-8,
+    guard: str = "variance",
+    centre: bool = True,
+    scale: bool = True,
+    per: str = "batch",
+    count_eps: float = 0.0,
+) -> fr.Ragged:
+    """(z - mean) / std over all tokens of the mask; 0 outside, and everywhere when there is one token.
+
+    Args:
+        unbiased: the variance divides by n - 1.
+        eps, guard: `"variance"`: std is sqrt(variance + eps) (verl, NeMo-RL's GAE); `"floor"`: sqrt(max(variance, eps))
+            (OpenRLHF); `"std"`: sqrt(variance) + eps (AReaL).
+        centre: False adds the mean back in the end.
+        scale: False only takes the mean away.
+        per: over all rows together, or `"row"`: each row by itself.
+        count_eps: added to the number of tokens in means; verl has 1e-8.
+    """
+    inside = as_bool(mask).values
+    count = _count(mask, per)
+    mean = masked_mean(values, mask, per=per, count_eps=count_eps)
+    factor: np.ndarray | float = np.ones_like(count, np.float64)
+    if scale:
+        variance = masked_var(values, mask, unbiased=unbiased, per=per, count_eps=count_eps)
+        factor = inverse_deviation(np.asarray(variance), eps, guard)
+    factor, kept = np.where(count > 1, factor, 0.0), np.zeros_like(mean) if centre else mean
+    if per == "row":
+        mean, factor, kept = (values.spread(each) for each in (mean, factor, kept))
+    with np.errstate(invalid="ignore", over="ignore"):  # outside of the mask
+        result = (values.values - mean) * factor + kept
+    return fr.Ragged.like(np.where(inside, result, 0.0), values)
+
+
+def inverse_deviation(variance: np.ndarray, eps: float, guard: str) -> np.ndarray:
+    """1 / std with eps where `guard` says; 0 for a std of 0 that nothing guards."""
+    checked("guard", guard, GUARDS, "where eps stands")
+    match guard:
+        case "variance":
+            std = np.sqrt(variance + eps)
+        case "floor":
+            std = np.sqrt(np.maximum(variance, eps))
+        case _:
+            std = np.sqrt(variance) + eps
+    return np.where(std > 0, 1.0 / np.where(std > 0, std, 1.0), 0.0)
+
+
+def _inside(values: fr.Ragged, mask: fr.Ragged) -> np.ndarray:
+    chosen = as_bool(mask).values
+    return values.values.astype(np.float64, copy=False) if chosen.all() else np.where(chosen, values.values, 0.0)
+
+
+def _count(mask: fr.Ragged, per: str) -> np.ndarray:
+    inside = as_bool(mask).values
+    return row_sums(inside, mask.offsets) if per == "row" else np.asarray(np.count_nonzero(inside))
+
+
+# --- sums from each token on ----------------------------------------------------------------------------------------------
+
+
+def blocks(offsets: np.ndarray) -> Iterator[slice]:
+    """Slices of whole rows, each of about BLOCK tokens, or of one longer row."""
+    first, count = 0, len(offsets) - 1
+    while first < count:
+        last = int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1
+        last = min(max(last, first + 1), count)
+        yield slice(first, last)
+        first = last
+
+
+def accumulate(values: np.ndarray, offsets: np.ndarray, factor: np.ndarray | float) -> np.ndarray:
+    """S_t = values_t + factor * S_next within each row [T]; `factor` is a number or one per row [N].
+
+    Each step of the loop joins windows of 1, 2, 4, ... tokens, as the maps z -> value + factor * z compose. The order of
+    additions depends on the distance to the row's end alone, so that a row's result has the same bits whatever is around it.
+    """
+    summed, lengths = values.copy(), np.diff(offsets)
+    longest = int(lengths.max(initial=0))
+    if longest < 2:
+        return summed
+    each = np.repeat(factor, lengths) if isinstance(factor, np.ndarray) else np.full(len(values), float(factor))
+    each[offsets[1:][lengths > 0] - 1] = 0.0
+    spare, step = np.empty_like(each), 1
+    while True:
+        summed[:-step] += np.multiply(each[:-step], summed[step:], out=spare[:-step])
+        if 2 * step >= longest:
+            return summed
+        np.multiply(each[:-step], each[step:], out=spare[:-step])
+        spare[-step:] = 0.0
+        each, spare, step = spare, each, 2 * step
 
 
 def discounted(rewards: fr.Ragged, mask: fr.Ragged, factor: float) -> fr.Ragged:
     """G_t = x_t + factor * G_next over the tokens of `mask`; the next token is the next one of the mask, so that holes
     (tool output) neither pay nor discount. 0 outside the mask."""
-    table, where = packed(rewards, mask)
-    for t in range(table.shape[1] - 2, -1, -1):
-        table[:, t] += factor * table[:, t + 1]
-    return unpacked(table, where, mask)
+    inside = as_bool(mask)
+    values, offsets = packed(rewards.values, inside)
+    for rows in blocks(offsets):
+        first, last = offsets[rows.start], offsets[rows.stop]
+        values[first:last] = accumulate(values[first:last], offsets[rows.start : rows.stop + 1] - first, factor)
+    return fr.Ragged.like(unpacked(values, inside), mask)
 
 
 def reward_to_go(rewards: fr.Ragged, mask: fr.Ragged, gamma: float = 1.0) -> fr.Ragged:
@@ -72,40 +230,19 @@ def reward_to_go(rewards: fr.Ragged, mask: fr.Ragged, gamma: float = 1.0) -> fr.
     return discounted(rewards, mask, gamma)
 
 
-def at_last_token(reward: np.ndarray, mask: fr.Ragged) -> fr.Ragged:
-    """The reward of each row at its last token of the mask, 0 elsewhere."""
-    values = np.zeros(len(mask.values))
-    last = np.full(len(mask), -1)
-    positions = np.flatnonzero(mask.values)
-    last[mask.row_index[positions]] = positions  # later positions overwrite earlier ones
-    has_any = last >= 0
-    values[last[has_any]] = np.asarray(reward, np.float64)[has_any]
-    return fr.Ragged.like(values, mask)
+def packed(values: np.ndarray, mask: fr.Ragged) -> tuple[np.ndarray, np.ndarray]:
+    """(a copy of the values at the tokens of a boolean mask, where each row begins and ends among them)."""
+    if mask.values.all():
+        return values.astype(np.float64), mask.offsets
+    offsets = np.zeros(len(mask) + 1, np.int64)
+    np.cumsum(row_sums(mask.values, mask.offsets), out=offsets[1:])
+    return values[mask.values].astype(np.float64), offsets
 
 
-def whitened(values: fr.Ragged, mask: fr.Ragged, *, unbiased: bool, eps: float = 1e-8) -> fr.Ragged:
-    """(z - mean) / sqrt(var + eps) over all tokens of the mask; 0 outside, and everywhere when there is one token."""
-    inside = mask.values.astype(bool)
-    chosen = values.values[inside]
-    result = np.zeros(len(values.values))
-    if len(chosen) > 1:
-        result[inside] = (chosen - chosen.mean()) / math.sqrt(chosen.var(ddof=int(unbiased)) + eps)
-    return fr.Ragged.like(result, mask)
-
-
-def packed(values: fr.Ragged, mask: fr.Ragged) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    # tokens of the mask moved to the left of a zero-filled table [N, longest]; and where each of them lies in it
-    inside = mask.values.astype(bool)
-    rows = mask.row_index[inside]
-    counts = np.bincount(rows, minlength=len(mask)).astype(np.int64)
-    starts = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else np.zeros(0, np.int64)
-    columns = np.arange(len(rows)) - starts[rows]
-    table = np.zeros((len(mask), int(counts.max(initial=0))))
-    table[rows, columns] = values.values[inside]
-    return table, (rows, columns)
-
-
-def unpacked(table: np.ndarray, where: tuple[np.ndarray, np.ndarray], mask: fr.Ragged) -> fr.Ragged:
-    values = np.zeros(len(mask.values))
-    values[mask.values.astype(bool)] = table[where]
-    return fr.Ragged.like(values, mask)
+def unpacked(values: np.ndarray, mask: fr.Ragged) -> np.ndarray:
+    """What `packed` took apart, back in place; 0 outside the mask."""
+    if len(values) == len(mask.values):
+        return values
+    result = np.zeros(len(mask.values))
+    result[mask.values] = values
+    return result

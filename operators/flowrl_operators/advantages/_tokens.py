@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
 from flowrl_operators.advantages._arrays import (
+    accumulate,
+    any_in_row,
+    as_bool,
     at_last_token,
+    blocks,
+    checked,
     discounted,
     packed,
+    row_sums,
     unpacked,
     whitened,
 )
 
+MASKED = ("skip", "decay", "values", "all")
+"""What masked tokens between those that train do in GAE; see `gae`."""
 
-def _token_rewards(reward: np.ndarray, token_rewards: fr.Ragged | None, mask: fr.Ragged) -> fr.Ragged:
-    # token rewards, where there are some, are the whole reward; otherwise the response's reward is paid at its end
-    return at_last_token(reward, mask) if token_rewards is None else token_rewards
+RETURNS = ("skip", "decay", "reset")
+"""What masked tokens do in a sum of rewards; see `reinforce`."""
 
 
-def _without_unknown(rewards: fr.Ragged, mask: fr.Ragged) -> tuple[fr.Ragged, fr.Ragged]:
-    # rows with a reward that is not finite take no part: their mask becomes empty
-    inside = mask.values.astype(bool)
-    unknown = np.zeros(len(mask), bool)
-    np.logical_or.at(unknown, mask.row_index, inside & ~np.isfinite(rewards.values))
-    kept = fr.Ragged.like(inside & ~mask.spread(unknown), mask)
-    return fr.Ragged.like(np.where(kept.values, rewards.values, 0.0).astype(np.float64), mask), kept
+def _unit(where: str, **numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not 0.0 <= number <= 1.0:
+            raise ConfigError(f"{where} needs 0 <= {name} <= 1; found {number!r}")
+
+
+def _known_rows(reward: np.ndarray, per_token: fr.Ragged | None, where: fr.Ragged, rows: fr.Ragged) -> np.ndarray:
+    """[N] rows whose numbers per token, or without those whose reward, are finite at the tokens of `where`."""
+    if per_token is None:
+        return np.isfinite(reward)
+    bad = ~np.isfinite(per_token.values)
+    return ~any_in_row(bad & where.values, rows.offsets) if bad.any() else np.ones(len(rows), bool)
 
 
 def _whitened_locality(*, whiten: bool, **_: object) -> fr.Locality:
@@ -39,65 +53,271 @@ def gae(
     values: fr.TOKEN.f32,
     loss_mask: fr.TOKEN.bool,
     token_rewards: fr.TOKEN.f32 = None,
+    last_value: fr.SAMPLE.f32 = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
+    lam_returns: float | None = None,
+    adaptive: float | None = None,
+    masked: str = "skip",
     whiten: bool = True,
     unbiased: bool = True,
     eps: float = 1e-8,
+    clip: float | None = None,
 ):
     """Generalised advantage estimation: delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next.
 
-    From Schulman et al. (arXiv 1506.02438). `next` is the next token that trains, and nothing follows the last one: values
-    at masked tokens (tool output) never bootstrap, the convention of verl, NeMo-RL and AReaL. `returns` = A + V before
-    whitening. r is `token_rewards` where that column exists, otherwise `reward` at the last token that trains.
+    From Schulman et al. (arXiv 1506.02438). `returns` = A + V before whitening. r is `token_rewards` where that column
+    exists, otherwise `reward` at the last token that trains. Nothing follows a row's last token, unless `last_value` has the
+    value of the state in which a response was cut off.
 
     Args:
+        lam_returns: lambda of the returns, for a critic that learns with another one: VAPO (arXiv 2504.05118) has 1.
+        adaptive: lambda of the advantages grows with the number n of tokens that train, 1 - 1 / max(adaptive * n, 1), instead of
+            `lam`; VAPO has 0.05.
+        masked: what tokens that do not train (tool output) do. `"skip"`: nothing, the next token is the next one that trains
+            (verl, NeMo-RL, AReaL); `"decay"`: they pay nothing and are worth nothing, and time passes, so that each costs a
+            factor gamma * lam (OpenRLHF); `"values"`: they pay nothing, and their values bootstrap (ROLL); `"all"`: their values
+            and their rewards count (SkyRL, slime).
         whiten: advantages become (A - mean) / sqrt(var + eps) over all tokens of the step, as PPO for language models does
-            since Ziegler et al. (arXiv 1909.08593); False keeps the estimator itself.
+            since Ziegler et al. (arXiv 1909.08593); False keeps the estimator itself. Operator `whiten` has more options.
         unbiased: var divides by n - 1.
+        clip: hold the advantages within this on both sides in the end (ROLL).
 
-    A row whose reward is NaN gets advantages 0 and returns equal to its values, so that neither policy nor critic moves.
+    A row with a reward or value that is not finite gets advantages 0 and returns equal to its values, so that neither policy
+    nor critic moves.
     """
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= number <= 1.0:
-            raise ConfigError(f"gae needs 0 <= {name} <= 1; found {number!r}")
-    mask = fr.Ragged.like(loss_mask.values.astype(bool), loss_mask)
-    rewards, known = _without_unknown(_token_rewards(reward, token_rewards, mask), mask)
-    paid, where = packed(rewards, known)
-    expected, _ = packed(values.astype(np.float64), known)
-    following = np.concatenate([expected[:, 1:], np.zeros((len(expected), min(1, expected.shape[1])))], axis=1)
-    deltas = unpacked(paid + gamma * following - expected, where, known)
-    advantages = discounted(deltas, known, gamma * lam)
-    returns = fr.Ragged.like(np.where(mask.values, advantages.values + values.values, 0.0), mask)
+    _unit("gae", gamma=gamma, lam=lam, lam_returns=lam_returns)
+    checked("masked", masked, MASKED, "gae")
+    trains = as_bool(loss_mask)
+    seen = trains if masked in ("skip", "decay") else fr.Ragged.like(np.ones_like(trains.values), trains)
+    known = _known_rows(reward, token_rewards, trains if masked in ("skip", "values") else seen, trains)
+    known &= _known_rows(np.zeros(len(trains)), values, seen, trains)
+    if last_value is not None:
+        known &= np.isfinite(last_value)
+    steps = _Steps.of(reward, values, trains, token_rewards, last_value, known, masked)
+    decay = gamma * (lam if adaptive is None else adapted_lambda(trains, adaptive))
+    advantages, returns = steps.advantages_and_returns(
+        gamma, decay, None if lam_returns is None else gamma * lam_returns
+    )
+    if masked == "skip":
+        advantages, returns = unpacked(advantages, trains), unpacked(returns, trains)
+    elif not trains.values.all():
+        advantages, returns = np.where(trains.values, advantages, 0.0), np.where(trains.values, returns, 0.0)
+    if not known.all():
+        returns = np.where(trains.spread(known), returns, np.nan_to_num(np.where(trains.values, values.values, 0.0)))
+    result = fr.Ragged.like(advantages, trains)
     if whiten:
-        advantages = whitened(advantages, known, unbiased=unbiased, eps=eps)
+        result = whitened(result, _of_rows(trains, known), unbiased=unbiased, eps=eps)
+    if clip is not None:
+        result = fr.Ragged.like(result.values.clip(-clip, clip), trains)
+    return {"advantages": result, "returns": fr.Ragged.like(returns, trains)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The tokens GAE goes over, of all rows one after the other; unknown rows hold zeros."""
+
+    values: np.ndarray
+    paid: np.ndarray | None
+    """[T] rewards; None: `final` at each row's end, which spares an array as long as all responses."""
+    final: np.ndarray
+    """[N] what is paid at a row's last step when `paid` is None."""
+    bootstrap: np.ndarray
+    """[N] value of the state after a row's last step."""
+    offsets: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        reward: np.ndarray,
+        values: fr.Ragged,
+        trains: fr.Ragged,
+        token_rewards: fr.Ragged | None,
+        last_value: np.ndarray | None,
+        known: np.ndarray,
+        masked: str,
+    ) -> _Steps:
+        final = np.where(known, reward, 0.0)
+        bootstrap = np.zeros(len(trains)) if last_value is None else np.where(known, last_value, 0.0)
+        paid = None if token_rewards is None else token_rewards.values
+        worth = values.values
+        if masked == "skip":
+            worth, offsets = packed(worth, trains)
+            paid = None if paid is None else packed(paid, trains)[0]
+        else:
+            offsets = trains.offsets
+            paid = at_last_token(final, trains).values if paid is None else paid
+            paid = paid if masked == "all" else np.where(trains.values, paid, 0.0)
+            worth = np.where(trains.values, worth, 0.0) if masked == "decay" else worth
+        if not known.all():
+            of_known = known.repeat(np.diff(offsets))
+            worth = np.where(of_known, worth, 0.0)
+            paid = None if paid is None else np.where(of_known, paid, 0.0)
+        return cls(worth, paid, final, bootstrap, offsets)
+
+    def advantages_and_returns(
+        self, gamma: float, decay: float | np.ndarray, decay_returns: float | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A and A + V; the latter with a decay of its own if there is one."""
+        advantages, returns = np.empty(len(self.values)), np.empty(len(self.values))
+        for rows in blocks(self.offsets):
+            first, last = self.offsets[rows.start], self.offsets[rows.stop]
+            offsets = self.offsets[rows.start : rows.stop + 1] - first
+            worth = self.values[first:last].astype(np.float64)
+            deltas = self._deltas(rows, worth, offsets, gamma)
+            advantages[first:last] = accumulate(deltas, offsets, _of(decay, rows))
+            other = advantages[first:last] if decay_returns is None else accumulate(deltas, offsets, decay_returns)
+            np.add(other, worth, out=returns[first:last])
+        return advantages, returns
+
+    def _deltas(self, rows: slice, worth: np.ndarray, offsets: np.ndarray, gamma: float) -> np.ndarray:
+        filled = offsets[1:] > offsets[:-1]
+        ends = offsets[1:][filled] - 1
+        deltas = np.empty_like(worth)
+        np.multiply(worth[1:], gamma, out=deltas[:-1])
+        deltas[ends] = gamma * self.bootstrap[rows][filled]
+        deltas -= worth
+        if self.paid is None:
+            deltas[ends] += self.final[rows][filled]
+        else:
+            deltas += self.paid[self.offsets[rows.start] : self.offsets[rows.stop]]
+        return deltas
+
+
+def _of(factor: float | np.ndarray, rows: slice) -> float | np.ndarray:
+    return factor[rows] if isinstance(factor, np.ndarray) else factor
+
+
+def adapted_lambda(mask: fr.Ragged, alpha: float) -> np.ndarray:
+    """[N] VAPO's lambda, 1 - 1 / (alpha n) for n tokens of the mask, never below 0."""
+    if alpha <= 0:
+        raise ConfigError(f"gae needs adaptive > 0; found {alpha!r}")
+    return 1.0 - 1.0 / np.maximum(alpha * row_sums(as_bool(mask).values, mask.offsets), 1.0)
+
+
+def _of_rows(mask: fr.Ragged, known: np.ndarray) -> fr.Ragged:
+    return mask if known.all() else fr.Ragged.like(mask.values & mask.spread(known), mask)
+
+
+@fr.operator(writes={"advantages": fr.TOKEN.f32, "returns": fr.TOKEN.f32}, locality=_whitened_locality)
+def reinforce(
+    reward: fr.SAMPLE.f32.named_by("of"),
+    loss_mask: fr.TOKEN.bool,
+    token_rewards: fr.TOKEN.f32 = None,
+    *,
+    gamma: float = 1.0,
+    masked: str = "skip",
+    whiten: bool = False,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+    clip: float | None = None,
+    of: str = "reward",
+):
+    """REINFORCE without a baseline: A_t = G_t = r_t + gamma G_next, the sum of rewards from each token on.
+
+    From Williams (1992). r is `token_rewards` where that column exists, otherwise `reward` at the last token that trains.
+    With gamma 0 each token keeps its own reward.
+
+    Args:
+        masked: what tokens that do not train (tool output) do: `"skip"`: nothing (verl); `"decay"`: time passes, and each
+            costs a factor gamma (OpenRLHF, slime); `"reset"`: they end the sum, so that what is paid after a tool call does
+            not reach what was written before it (SkyRL).
+        whiten: take away mean and std of all tokens of the step, (G - mean) / sqrt(var + eps).
+        unbiased: var divides by n - 1.
+        clip: hold the advantages within this on both sides in the end (ROLL).
+        of: the column of the reward per response, e.g. `"advantage"` for what a group operator made of it.
+
+    A row whose reward is not finite gets 0.
+    """
+    advantages, returns, counts = _returns(reward, loss_mask, token_rewards, gamma, masked)
+    if whiten:
+        advantages = whitened(advantages, counts, unbiased=unbiased, eps=eps)
+    if clip is not None:
+        advantages = fr.Ragged.like(advantages.values.clip(-clip, clip), loss_mask)
     return {"advantages": advantages, "returns": returns}
 
 
 @fr.operator(writes={"advantages": fr.TOKEN.f32, "returns": fr.TOKEN.f32}, locality="batch")
 def reinforce_pp(
-    reward: fr.SAMPLE.f32,
+    reward: fr.SAMPLE.f32.named_by("of"),
     loss_mask: fr.TOKEN.bool,
     token_rewards: fr.TOKEN.f32 = None,
     *,
     gamma: float = 1.0,
+    masked: str = "skip",
     unbiased: bool = False,
     eps: float = 1e-8,
+    guard: str = "variance",
+    count_eps: float = 0.0,
+    of: str = "reward",
 ):
     """REINFORCE++: returns G_t = r_t + gamma G_next, whitened over all tokens of the step: (G - mean) / sqrt(var + eps).
 
     From Hu (arXiv 2501.03262); r is `token_rewards` (KL-shaped by `rewards.kl_shaped`) where that column exists, otherwise
-    `reward` at the last token that trains. Masked tokens neither pay nor discount. The authors' OpenRLHF divides the
-    variance by n; verl, SkyRL and slime by n - 1 (`unbiased=True`). A row whose reward is NaN gets 0.
+    `reward` at the last token that trains. A row whose reward is not finite gets 0.
+
+    Args:
+        masked: what tokens that do not train do, as in `reinforce`.
+        unbiased: the variance divides by n - 1 (verl, SkyRL, slime), not by n (the authors' OpenRLHF).
+        eps, guard, count_eps: as in `whitened`; OpenRLHF has `guard="floor"`.
+        of: the column of the reward per response.
     """
-    mask = fr.Ragged.like(loss_mask.values.astype(bool), loss_mask)
-    rewards, known = _without_unknown(_token_rewards(reward, token_rewards, mask), mask)
-    returns = discounted(rewards, known, gamma)
+    returns, same, counts = _returns(reward, loss_mask, token_rewards, gamma, masked)
     return {
-        "advantages": whitened(returns, known, unbiased=unbiased, eps=eps),
-        "returns": returns,
+        "advantages": whitened(returns, counts, unbiased=unbiased, eps=eps, guard=guard, count_eps=count_eps),
+        "returns": same,
     }
+
+
+def _returns(
+    reward: np.ndarray, loss_mask: fr.Ragged, token_rewards: fr.Ragged | None, gamma: float, masked: str
+) -> tuple[fr.Ragged, fr.Ragged, fr.Ragged]:
+    """(sums from each token on, the same, mask of tokens of known rows)."""
+    _unit("reinforce", gamma=gamma)
+    checked("masked", masked, RETURNS, "reinforce")
+    trains = as_bool(loss_mask)
+    counts = _of_rows(trains, _known_rows(reward, token_rewards, trains, trains))
+    paid = at_last_token(np.asarray(reward, np.float64), counts) if token_rewards is None else token_rewards
+    if masked == "skip":
+        returns = discounted(paid, counts, gamma)
+        return returns, returns, counts
+    inside = np.where(counts.values, paid.values, 0.0)
+    if masked == "reset":  # each run of tokens that train is a row of its own
+        edges = np.flatnonzero(np.diff(counts.values, prepend=False)) if len(inside) else np.zeros(0, np.int64)
+        offsets = np.union1d(edges, counts.offsets)
+    else:
+        offsets = counts.offsets
+    every = fr.Ragged(np.ones(len(inside), bool), offsets)
+    summed = discounted(fr.Ragged.like(inside, every), every, gamma)
+    returns = fr.Ragged.like(np.where(counts.values, summed.values, 0.0), loss_mask)
+    return returns, returns, counts
+
+
+@fr.operator(writes={"advantages": fr.TOKEN.f32}, locality="batch", replaces=True)
+def whiten(
+    advantages: fr.TOKEN.f32,
+    loss_mask: fr.TOKEN.bool,
+    *,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    guard: str = "variance",
+    centre: bool = True,
+    scale: bool = True,
+    count_eps: float = 0.0,
+):
+    """`advantages` become (A - mean) / std over all tokens of the step that train; after any operator that writes them.
+
+    Args: as in `whitened`, which calls this by its parts: unbiased, eps, guard, centre, scale, count_eps.
+
+    A row in which an advantage is not finite gets 0 and has no part in mean and std.
+    """
+    trains = as_bool(loss_mask)
+    known = _known_rows(np.zeros(len(trains)), advantages, trains, trains)
+    return whitened(
+        advantages, _of_rows(trains, known), unbiased=unbiased, eps=eps, guard=guard, centre=centre, scale=scale,
+        count_eps=count_eps,
+    )  # fmt: skip
 
 
 @fr.operator(writes={"advantages": fr.TOKEN.f32})

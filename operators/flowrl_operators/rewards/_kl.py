@@ -1,18 +1,115 @@
-"""KL penalties as reward, and the controllers that move their weight."""
+"""KL penalties as reward, and the controllers that move their weight.
+
+[Note: Which rewards a penalty joins]
+A penalty is paid per token. `kl_shaped` writes `token_rewards`: minus the penalty at each token, plus the reward where it is
+paid. Where `token_rewards` are there already (a process reward), the penalty is added to them and `reward` is left out, since
+they are the whole reward; this takes `replace=True`.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages import at_last_token
+from flowrl_operators.advantages import at_last_token, masked_mean, masked_sum
 
 KL_KINDS = ("k1", "k2", "k3", "abs")
+PAID = ("last", "every")
+KL_COUNTS = ("trained", "all")
 
 
 @fr.operator(writes={"token_rewards": fr.TOKEN.f32})
 def kl_shaped(
+    reward: fr.SAMPLE.f32.named_by("of"),
+    policy_logprobs: fr.TOKEN.f32.named_by("logprobs"),
+    ref_logprobs: fr.TOKEN.f32,
+    loss_mask: fr.TOKEN.bool,
+    token_rewards: fr.TOKEN.f32 = None,
+    *,
+    coefficient: float,
+    kind: str = "k1",
+    paid: str = "last",
+    log_ratio_clip: float | None = 20.0,
+    value_clip: float | None = None,
+    reward_clip: tuple[float, float] | None = None,
+    logprobs: str = "old_logprobs",
+    of: str = "reward",
+):
+    """Pay for distance from the reference at every token: r_t = -coefficient * kl_t, plus `reward` at the last token.
+
+    From Ziegler et al. (arXiv 1909.08593) and InstructGPT (arXiv 2203.02155), which use k1. Only tokens that train pay;
+    see [Note: Which rewards a penalty joins] for rows with `token_rewards`.
+
+    Args:
+        coefficient: weight of the penalty.
+        kind, log_ratio_clip, value_clip: as in `kl_estimate`.
+        paid: `"last"`: the reward stands at the last token that trains; `"every"`: at each of them, for what does not sum
+            rewards from each token on (NeMo-RL's and slime's REINFORCE++-baseline).
+        reward_clip: (least, greatest) reward; beyond it is held there (OpenRLHF).
+        logprobs: the column of the policy's log-probabilities: `old_logprobs` (recomputed by the trainer), or
+            `rollout_logprobs` to do without that pass.
+        of: the column of the reward per response, e.g. `"advantage"` for what a group operator made of it.
+    """
+    penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
+    return _with_reward(reward, penalty, loss_mask, token_rewards, coefficient, paid, reward_clip)
+
+
+@fr.operator(writes={"token_rewards": fr.TOKEN.f32, "kl_coefficient": fr.SAMPLE.f32}, locality="stateful")
+def adaptive_kl_shaped(
+    reward: fr.SAMPLE.f32.named_by("of"),
+    policy_logprobs: fr.TOKEN.f32.named_by("logprobs"),
+    ref_logprobs: fr.TOKEN.f32,
+    loss_mask: fr.TOKEN.bool,
+    token_rewards: fr.TOKEN.f32 = None,
+    *,
+    coefficient: float,
+    target: float,
+    horizon: float,
+    kind: str = "k1",
+    paid: str = "last",
+    log_ratio_clip: float | None = 20.0,
+    value_clip: float | None = None,
+    reward_clip: tuple[float, float] | None = None,
+    counts: str = "trained",
+    count_eps: float = 0.0,
+    logprobs: str = "old_logprobs",
+    of: str = "reward",
+    state: fr.State,
+):
+    """`kl_shaped` with a coefficient that follows the KL: it grows while that is above `target`, and falls below.
+
+    From Ziegler et al. (arXiv 1909.08593), section 2.2; see `next_kl_coefficient`. The KL of a step is the mean over its rows
+    of the mean over a row's tokens. Writes the step's coefficient to every row's `kl_coefficient`; the next step's is
+    saved with checkpoints, as `coefficient`, with the step's KL as `kl`.
+
+    Args:
+        coefficient: of the first step.
+        target: KL per token that is wished for.
+        horizon: rows over which the coefficient moves by the whole of a clipped error.
+        counts: rows of the mean: `"trained"`: with a token that trains; `"all"`: the others too, with KL 0 (verl).
+        count_eps: added to a row's number of tokens in its mean; verl has 1e-8.
+
+    Other arguments as in `kl_shaped`. A step whose KL is not a number leaves the coefficient as it is.
+    """
+    if counts not in KL_COUNTS:
+        raise ConfigError(f"adaptive_kl_shaped: counts is one of {', '.join(KL_COUNTS)}; found {counts!r}")
+    now = float(state.setdefault("coefficient", coefficient))
+    penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
+    shaped = _with_reward(reward, penalty, loss_mask, token_rewards, now, paid, reward_clip)
+    of_rows = masked_mean(penalty, loss_mask, per="row", count_eps=count_eps)
+    trains = masked_sum(fr.Ragged.like(np.ones(len(penalty.values)), penalty), loss_mask, per="row") > 0
+    chosen = of_rows if counts == "all" else of_rows[trains]
+    state["kl"] = float(np.mean(chosen)) if len(chosen) else 0.0
+    if len(chosen):
+        state["coefficient"] = next_kl_coefficient(now, state["kl"], len(chosen), target=target, horizon=horizon)
+    return {"token_rewards": shaped, "kl_coefficient": np.full(len(of_rows), now)}
+
+
+@fr.operator(writes={"reward": fr.SAMPLE.f32})
+def kl_penalised(
     reward: fr.SAMPLE.f32,
     policy_logprobs: fr.TOKEN.f32.named_by("logprobs"),
     ref_logprobs: fr.TOKEN.f32,
@@ -20,37 +117,100 @@ def kl_shaped(
     *,
     coefficient: float,
     kind: str = "k1",
+    log_ratio_clip: float | None = 20.0,
+    value_clip: float | None = None,
     logprobs: str = "old_logprobs",
+    replace: bool = True,
 ):
-    """Pay for distance from the reference at every token: r_t = -coefficient * kl_t, plus `reward` at the last token.
+    """Take the whole response's penalty off its reward: R - coefficient * sum of kl_t over the tokens that train.
 
-    From Ziegler et al. (arXiv 1909.08593) and InstructGPT (arXiv 2203.02155), which use k1. Only tokens that train pay.
+    For advantages per response: RLOO (arXiv 2402.14740) has it so. Arguments as in `kl_shaped`.
 
     Args:
-        coefficient: weight of the penalty.
-        kind: estimator, with d = policy - reference: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
-        logprobs: the column of the policy's log-probabilities: `old_logprobs` (recomputed by the trainer), or
-            `rollout_logprobs` to do without that pass.
+        replace: true, because `reward` is rewritten: this changes the reward that is there.
     """
-    difference = policy_logprobs.values.astype(np.float64) - ref_logprobs.values.astype(np.float64)
-    inside = loss_mask.values.astype(bool)
-    penalty = kl_estimate(np.where(inside, difference, 0.0), kind)  # every estimate of 0 is 0
-    paid = at_last_token(np.asarray(reward, np.float64), loss_mask).values - coefficient * penalty
-    return fr.Ragged.like(paid, loss_mask)
+    if not replace:
+        raise ConfigError("kl_penalised changes the reward that is there, so replace stays True")
+    penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
+    return np.asarray(reward, np.float64) - coefficient * masked_sum(penalty, loss_mask, per="row")
 
 
-def kl_estimate(difference: np.ndarray, kind: str) -> np.ndarray:
-    """Estimators of KL(policy || reference) from the policy's samples; `difference` = log policy - log reference.
+def next_kl_coefficient(
+    coefficient: float, kl: float, rows: int, *, target: float | None, horizon: float = 10_000, clip: float = 0.2
+) -> float:
+    """The coefficient after a step of `rows` responses with this KL: times 1 + clip(kl / target - 1) * rows / horizon.
 
-    Source: Schulman, "Approximating KL divergence" (2020). k3's exponent is held within +-20.
+    From Ziegler et al. (arXiv 1909.08593), section 2.2. Without a target the coefficient is fixed.
+
+    Args:
+        clip: the relative error is held within this on both sides; 0.2 in the paper.
+    """
+    if target is None or not math.isfinite(kl):
+        return coefficient
+    if target <= 0 or horizon <= 0:
+        raise ConfigError(f"a KL controller needs target > 0 and horizon > 0; found {target!r} and {horizon!r}")
+    error = min(max(kl / target - 1.0, -clip), clip)
+    return coefficient * (1.0 + error * rows / horizon)
+
+
+def kl_estimate(
+    difference: np.ndarray, kind: str, *, log_ratio_clip: float | None = 20.0, value_clip: float | None = None
+) -> np.ndarray:
+    """Estimators of KL(policy || reference) from the policy's samples; `difference` d = log policy - log reference.
+
+    k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) - 1 + d: Schulman, "Approximating KL divergence" (2020).
+
+    Args:
+        log_ratio_clip: in k3, d is held within this on both sides (20 in verl and NeMo-RL); None takes it as it is.
+        value_clip: the estimate is held within this on both sides (10 for k3 in verl, SkyRL and ROLL, for all kinds in
+            OpenRLHF, NeMo-RL and AReaL).
     """
     match kind:
         case "k1":
-            return difference
+            value = difference
         case "abs":
-            return np.abs(difference)
+            value = np.abs(difference)
         case "k2":
-            return difference**2 / 2
+            value = difference**2 / 2
         case "k3":
-            return np.exp(np.clip(-difference, -20.0, 20.0)) - 1.0 + difference
-    raise ConfigError(f"kind of KL estimate is one of {', '.join(KL_KINDS)}; found {kind!r}")
+            held = difference if log_ratio_clip is None else np.clip(difference, -log_ratio_clip, log_ratio_clip)
+            value = np.exp(-held) - 1.0 + held
+        case _:
+            raise ConfigError(f"kind of KL estimate is one of {', '.join(KL_KINDS)}; found {kind!r}")
+    return value if value_clip is None else np.clip(value, -value_clip, value_clip)
+
+
+def _penalty(
+    policy: fr.Ragged,
+    reference: fr.Ragged,
+    mask: fr.Ragged,
+    kind: str,
+    log_ratio_clip: float | None,
+    clip: float | None,
+) -> fr.Ragged:
+    with np.errstate(invalid="ignore", over="ignore"):  # outside of the mask
+        difference = policy.values.astype(np.float64) - reference.values.astype(np.float64)
+    inside = np.where(mask.values.astype(bool), difference, 0.0)  # every estimate of 0 is 0
+    return fr.Ragged.like(kl_estimate(inside, kind, log_ratio_clip=log_ratio_clip, value_clip=clip), mask)
+
+
+def _with_reward(
+    reward: np.ndarray,
+    penalty: fr.Ragged,
+    mask: fr.Ragged,
+    token_rewards: fr.Ragged | None,
+    coefficient: float,
+    paid: str,
+    reward_clip: tuple[float, float] | None,
+) -> fr.Ragged:
+    if paid not in PAID:
+        raise ConfigError(f"kl_shaped: paid is one of {', '.join(PAID)}; found {paid!r}")
+    if token_rewards is not None:
+        return fr.Ragged.like(token_rewards.values.astype(np.float64) - coefficient * penalty.values, mask)
+    score = np.asarray(reward, np.float64)
+    score = score if reward_clip is None else score.clip(*reward_clip)
+    if paid == "last":
+        given = at_last_token(score, mask).values
+    else:
+        given = np.where(mask.values.astype(bool), mask.spread(score), 0.0)
+    return fr.Ragged.like(given - coefficient * penalty.values, mask)

@@ -126,7 +126,7 @@ def test_scale_decides_how_far_it_must_see() -> None:
     assert str(advantages.group_norm.bind().locality) == "group(prompt_id)"
     assert str(advantages.group_norm.bind(scale="batch").locality) == "batch"
     assert str(advantages.group_norm.bind(by="source_id").locality) == "group(source_id)"
-    with pytest.raises(ConfigError, match="scale is one of group, batch, none"):
+    with pytest.raises(ConfigError, match="scale is one of group, others, batch, none"):
         advantages.group_norm.bind(scale="groups")
 
 

@@ -1,0 +1,121 @@
+"""The baseline per token under which a group's gradient varies least."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import flowrl as fr
+from flowrl_operators.advantages._arrays import (
+    accumulate,
+    any_in_row,
+    as_bool,
+    at_last_token,
+    checked,
+    packed,
+    reward_to_go,
+    unpacked,
+)
+from flowrl_operators.advantages._groups import SINGLES, Groups, numbered
+
+ALIGN = ("position", "trained")
+TAILS = ("kept", "zero")
+
+
+@fr.operator(
+    writes={"advantages": fr.TOKEN.f32, "returns": fr.TOKEN.f32},
+    locality=lambda *, by, **_: fr.group(by),
+    min_group=2,
+    many_groups=True,
+)
+def optimal_token_baseline(
+    reward: fr.SAMPLE.f32,
+    group: fr.SAMPLE.str.named_by("by"),
+    old_logprobs: fr.TOKEN.f32,
+    sum_pi_squared: fr.TOKEN.f32,
+    loss_mask: fr.TOKEN.bool,
+    token_rewards: fr.TOKEN.f32 = None,
+    rollout_is_weights: fr.TOKEN.f32 = None,
+    *,
+    align: str = "position",
+    tail: str = "kept",
+    single: str = "zero",
+    eps: float = 1e-8,
+    by: str = "prompt_id",
+):
+    """A_t = G_t - b_t with the baseline of least variance: at each place of the response, b = sum G W / sum W over the group.
+
+    G_t is the sum of rewards from t on; W_t the sum, up to t, of 1 - 2 pi(token) + sum over the vocabulary of pi^2, the
+    squared length of the gradient of the log-probability by the logits: a row weighs as much as its gradient. As in verl.
+
+    Args (columns):
+        sum_pi_squared: sum over the vocabulary of the squared probabilities at each token.
+        rollout_is_weights: importance weights rho; if there, each term of W is multiplied by rho^2.
+
+    Args:
+        align: tokens of a group are compared at the same `"position"` of the response, or after the same number of `"trained"`
+            tokens, which leaves tool output out (verl's form for many turns).
+        tail: the baseline where the group's longest row has no other beside it is `"kept"`, so that its advantage is about 0
+            there, or `"zero"` from the number of tokens of the second longest on (verl).
+        single: what a group of one gets: `"zero"`, or its `"reward"`: the returns themselves (verl).
+        eps: added to the sum of W.
+
+    A group of equal returns gets exactly 0, apart from a tail of baseline zero. A row with a number that is not finite gets 0
+    and has no part in the baseline.
+    """
+    checked("align", align, ALIGN, "optimal_token_baseline")
+    checked("tail", tail, TAILS, "optimal_token_baseline")
+    checked("single", single, SINGLES, "optimal_token_baseline")
+    trains = as_bool(loss_mask)
+    paid = at_last_token(np.asarray(reward, np.float64), trains) if token_rewards is None else token_rewards
+    for column in (paid, old_logprobs, sum_pi_squared, rollout_is_weights):
+        if column is not None:
+            bad = any_in_row(trains.values & ~np.isfinite(column.values), trains.offsets)
+            trains = fr.Ragged.like(trains.values & ~trains.spread(bad), trains)
+    returns = reward_to_go(paid, trains)
+    gains, offsets = packed(returns.values, trains)
+    row, lengths = trains.row_index[trains.values], np.diff(offsets)
+    places = np.arange(len(gains)) - offsets[:-1][row]
+    if align == "position":
+        places = np.flatnonzero(trains.values) - trains.offsets[:-1][row]
+    number = numbered(group, len(trains))
+    weight = _path_weight(trains, old_logprobs, sum_pi_squared, rollout_is_weights, offsets)
+    baseline = _baseline(gains, weight, number[row], places, eps)
+    if len(gains):
+        baseline = np.where(
+            Groups.of(gains, number[row], np.ones(len(gains), bool)).has_signal[number[row]], baseline, gains
+        )
+    if tail == "zero":
+        baseline[_stands_alone(lengths, number)[row] <= places] = 0.0
+    is_single = (np.bincount(number, weights=lengths > 0) == 1)[number[row]]
+    baseline = np.where(is_single, gains if single == "zero" else 0.0, baseline)
+    return {"advantages": fr.Ragged.like(unpacked(gains - baseline, trains), trains), "returns": returns}
+
+
+def _path_weight(
+    trains: fr.Ragged, logprobs: fr.Ragged, squares: fr.Ragged, rho: fr.Ragged | None, offsets: np.ndarray
+) -> np.ndarray:
+    # sum of the squared lengths up to each token: from the other end, the sum of what is not after it
+    size = 1.0 - 2.0 * np.exp(packed(logprobs.values, trains)[0]) + packed(squares.values, trains)[0]
+    if rho is not None:
+        size *= packed(rho.values, trains)[0] ** 2
+    return accumulate(size[::-1], offsets[-1] - offsets[::-1], 1.0)[::-1]
+
+
+def _baseline(gains: np.ndarray, weight: np.ndarray, number: np.ndarray, places: np.ndarray, eps: float) -> np.ndarray:
+    # [T] weighted mean of the gains at the same place of the same group
+    width = int(places.max(initial=0)) + 1
+    _, same = np.unique(number * width + places, return_inverse=True)
+    total = np.bincount(same, weights=gains * weight) / (np.bincount(same, weights=weight) + eps)
+    return total[same]
+
+
+def _stands_alone(lengths: np.ndarray, number: np.ndarray) -> np.ndarray:
+    # [N] place from which a row is the only one of its group that goes on; beyond any place for all but the longest
+    order = np.lexsort((-lengths, number))
+    of, sorted_lengths = number[order], lengths[order]
+    is_first = np.concatenate(([True], of[1:] != of[:-1])) if len(of) else np.zeros(0, bool)
+    second = np.where(np.append(is_first[1:], True), 0, np.append(sorted_lengths[1:], 0))
+    result = np.full(len(lengths), np.iinfo(np.int64).max)
+    is_alone = is_first & (sorted_lengths > second)
+    result[order[is_alone]] = second[is_alone]
+    return result
