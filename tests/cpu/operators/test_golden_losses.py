@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from flowrl.engines.segments import Segments
-from flowrl_operators import losses, rewards
+from flowrl_operators import losses
 from tests.golden.vectors import Case, cases, read, to_array
 
 Average = Callable[[Tensor, Segments, int], Tensor]
@@ -119,112 +117,6 @@ def test_clip_plus_kl(file: str, case: Case) -> None:
     loss = ALL_ROW_MEANS(clip + case.params["beta"] * kl, packed.segments, packed.num_rows)
     case.close(loss.item(), case.wanted("loss"))
     check_gradient(case, loss, leaf, "grad_log_prob")
-
-
-# file: (level, key of the cap in the parameters, log_ratio_clip of ppo_clip)
-IMPORTANCE = {
-    "policy_loss__skyrl.ppo_tis_token_sum": ("token", "token_tis_ratio_clip_high", 20.0),
-    "policy_loss__skyrl.ppo_tis_sequence_sum": ("sequence", "sequence_tis_ratio_clip_high", 20.0),
-}
-
-
-@cases(*IMPORTANCE)
-def test_clip_times_truncated_importance(file: str, case: Case) -> None:
-    level, key, bound = IMPORTANCE[file]
-    packed = Packed(case)
-    leaf = packed.whole("log_probs")
-    old = packed.tokens("old_log_probs")
-    clip, _ = losses.ppo_clip.function(packed.tokens(leaf), old, packed.tokens("advantages"), log_ratio_clip=bound)
-    weight, _ = losses.truncated_importance.function(
-        old, packed.tokens("rollout_log_probs"), packed.segments, cap=case.params[key], level=level
-    )
-    loss = (clip * weight).sum()
-    case.close(loss.item(), case.wanted("loss"))
-    check_gradient(case, loss, leaf, "grad_log_prob")
-
-
-@cases("rollout_correction__verl.is_token_2.0", "rollout_correction__verl.is_sequence_2.0")
-def test_importance_weights(file: str, case: Case) -> None:
-    packed = Packed(case, "response_mask")
-    found, metrics = losses.truncated_importance.function(
-        packed.tokens("train_log_prob"),
-        packed.tokens("rollout_log_prob"),
-        packed.segments,
-        cap=float(case.params["rollout_is_threshold"]),
-        level=case.params["rollout_is"],
-    )
-    case.close(found.numpy(), case.wanted("weights")[packed.mask.numpy()])
-    assert (metrics["importance_capped"] == (metrics["importance"] > 2.0)).all()
-
-
-@cases("rollout_correction__trl.vllm_is_token_truncate_None_3.0")
-def test_importance_weights_as_trl(file: str, case: Case) -> None:
-    if "nan" in case.name:
-        return  # a rollout log-probability that is NaN is the engine's fault, and refused before it reaches a loss
-    packed = Packed(case)
-    found, _ = losses.truncated_importance.function(
-        packed.tokens("train_log_prob"), packed.tokens("rollout_log_prob"), packed.segments, cap=3.0
-    )
-    case.close(found.numpy(), case.wanted("importance_sampling_ratio")[packed.mask.numpy()])
-
-
-KL: dict[str, dict[str, Any]] = {
-    "kl__verl.k1": {"kind": "k1"},
-    "kl__verl.k2": {"kind": "k2"},
-    "kl__verl.abs": {"kind": "abs"},
-    "kl__verl.k3": {"kind": "k3", "value_clip": 10.0},
-    "kl__verl.k1+": {"kind": "k1", "gradient": "k2"},
-    "kl__verl.k3+": {"kind": "k3", "value_clip": 10.0, "gradient": "k2"},
-    "kl__verl.kl": {"kind": "k1"},
-    "kl__verl.mse": {"kind": "k2"},
-    "kl__verl.low_var_kl": {"kind": "k3", "value_clip": 10.0},
-    "kl__slime.k1": {"kind": "k1"},
-    "kl__slime.k2": {"kind": "k2"},
-    "kl__slime.k3": {"kind": "k3", "log_ratio_clip": None},
-    "kl__slime.low_var_kl": {"kind": "k3", "log_ratio_clip": None, "value_clip": 10.0},
-    "kl__roll.k3": {"kind": "k3", "log_ratio_clip": None, "value_clip": 10.0},
-}
-
-
-@cases(*KL)
-def test_kl(file: str, case: Case) -> None:
-    leaf = torch.tensor(case.array("logprob"), requires_grad=True)
-    found, metrics = losses.kl.function(leaf, torch.tensor(case.array("ref_logprob")), **KL[file])
-    case.close(found.detach().numpy(), case.wanted("kl"))
-    case.close(metrics["kl"].numpy(), case.wanted("kl"))
-    check_gradient(case, found.sum(), leaf, "grad_sum_wrt_logprob")
-
-
-@pytest.mark.parametrize("kind", losses.KL_KINDS)
-def test_kl_in_a_reward_is_the_kl_of_the_loss(kind: str) -> None:
-    difference = np.linspace(-3, 3, 13)
-    loss, _ = losses.kl.function(torch.tensor(difference), torch.zeros(13), kind=kind)
-    np.testing.assert_allclose(rewards.kl_estimate(difference, kind), loss.numpy(), rtol=1e-12)
-
-
-VALUE: dict[str, Average] = {
-    "value_loss__verl.clipped_token-mean": TOKEN_MEAN,
-    "value_loss__verl.clipped_seq-mean-token-mean": ROW_MEANS,
-    "value_loss__openrlhf.token": TOKEN_MEAN,
-    "value_loss__openrlhf.sample": ROW_MEANS,
-    "value_loss__areal.mse": TOKEN_MEAN,
-    "value_loss__nemo.mse": TOKEN_MEAN,
-}
-
-
-@cases(*VALUE)
-def test_value_clip(file: str, case: Case) -> None:
-    packed, case = Packed(case), tolerance(file, case)
-    leaf = packed.whole("vpreds")
-    output, _ = losses.value_clip.function(
-        packed.tokens(leaf),
-        packed.tokens("old_values"),
-        packed.tokens("returns"),
-        clip=case.params["cliprange_value"],
-    )
-    loss = VALUE[file](output, packed.segments, packed.num_rows)
-    case.close(loss.item(), case.wanted("loss"))
-    check_gradient(case, loss, leaf, "grad_vpreds")
 
 
 @cases("entropy_bonus__verl.token-mean")

@@ -106,7 +106,7 @@ def openrlhf_average(case: Case) -> dict[str, Any]:
 
 def openrlhf_gated(case: Case, found: re.Match[str]) -> Any:
     p = case.params
-    low, high = p["is_correction_threshold"]
+    low, high = (-math.inf, *p["is_correction_threshold"])[-2:]  # one number is the upper bound
     loss = losses.ppo_clip(p["clip_eps_low"], high=p["clip_eps_high"], dual=p.get("dual_clip"))
     exact: dict[str, Any] = {"log_ratio_clip": None, "unknown": "extreme"}
     if p["is_correction_mode"] == "clip":

@@ -53,13 +53,17 @@ def _mean_over_padded_mean(weights: np.ndarray, inside: np.ndarray, level: str) 
 
 
 def verl_rejection(case: Case, found: re.Match[str]) -> Any:
-    log_ratio = case.array("log_ratio_train_minus_rollout")
     mask = case.array("response_mask")
+    if "rollout_log_prob" in case.inputs:
+        old, rollout = case.array("train_log_prob"), case.array("rollout_log_prob")
+    else:
+        old = case.array("log_ratio_train_minus_rollout")
+        rollout = np.zeros_like(old)
     options = [option.strip() for option in case.params["rollout_rs"].split(",")]
     specs = str(case.params["rollout_rs_threshold"]).split(",")
     kept = mask > 0
     for option, spec in zip(options, specs * len(options) if len(specs) == 1 else specs, strict=False):
-        kept = kept & rejection(log_ratio, np.zeros_like(log_ratio), mask, option, spec)
+        kept = kept & rejection(old, rollout, mask, option, spec)
     return {"mask": kept.astype(float)}
 
 
