@@ -12,8 +12,10 @@ from flowrl_operators.advantages._arrays import checked
 BASELINES = ("group", "others", "batch", "batch_others", "none")
 SCALES = ("group", "others", "batch", "none")
 SINGLES = ("zero", "reward")
+NORM_SINGLES = (*SINGLES, "scaled")
 COUNTS = ("trained", "scored")
 AROUND = ("mean", "baseline")
+FLAT = ("keep", "eps")
 COUNT_RATIOS = ("exact", "float32")
 
 ROUNDING = 4 * float(np.finfo(np.float32).eps)
@@ -130,11 +132,13 @@ class Norm:
     single: str = "zero"
     around: str = "mean"
     count_ratio: str = "exact"
+    flat: str = "keep"
 
     def __post_init__(self) -> None:
         checked("baseline", self.baseline, BASELINES, "group_norm")
         checked("scale", self.scale, SCALES, "group_norm")
-        checked("single", self.single, SINGLES, "group_norm")
+        checked("single", self.single, NORM_SINGLES, "group_norm")
+        checked("flat", self.flat, FLAT, "group_norm")
         checked("around", self.around, AROUND, "group_norm")
         checked("count_ratio", self.count_ratio, COUNT_RATIOS, "group_norm")
         if self.eps < 0:
@@ -143,7 +147,10 @@ class Norm:
     def __call__(self, values: np.ndarray, keys: np.ndarray | None, is_counted: np.ndarray) -> np.ndarray:
         """[N] (value - baseline) / (std + eps); 0 for rows that do not count."""
         centred, std = self.centred_and_std(np.asarray(values, np.float64), keys, is_counted)
-        return centred / np.where(std > 0, std + self.eps, 1.0)
+        is_divided = std > 0
+        if self.flat == "eps" and self.scale != "none" and self.eps > 0:
+            is_divided = np.ones(len(std), bool)
+        return centred / np.where(is_divided, std + self.eps, 1.0)
 
     def centred_and_std(
         self, values: np.ndarray, keys: np.ndarray | None, is_counted: np.ndarray
@@ -158,12 +165,14 @@ class Norm:
             centred = np.where(is_counted, values, 0.0)
         else:
             over = batch if self.baseline.startswith("batch") else group
-            centred = over.centred(values, without_own=self.baseline.endswith("others"), single=self.single)
+            single = "zero" if self.single == "zero" else "reward"
+            centred = over.centred(values, without_own=self.baseline.endswith("others"), single=single)
         if self.scale == "none":
             return centred, np.zeros(len(values))
         std = self._deviation(values, centred, batch if self.scale == "batch" else group)
         if self.scale != "batch":  # a group of one has nothing to be divided by
-            std = np.where(group.count[number] == 1, 0.0, std)
+            alone = float(np.float32(1.0 + self.eps)) - self.eps if self.single == "scaled" else 0.0
+            std = np.where(group.count[number] == 1, alone, std)
         return centred, std
 
     def _deviation(self, values: np.ndarray, centred: np.ndarray, over: Groups) -> np.ndarray:

@@ -121,5 +121,5 @@ def _combined(
         return advantage
     if over == "tokens" and loss_mask is None:
         raise ConfigError("over='tokens' counts a row once for each token that trains; there is no loss_mask")
-    times = row_sums(as_bool(loss_mask).values, loss_mask.offsets) if over == "tokens" else 1
+    times = 1 if loss_mask is None or over == "samples" else row_sums(as_bool(loss_mask).values, loss_mask.offsets)
     return standardised(advantage, takes_part * times, count_ratio=norm.count_ratio, **again)

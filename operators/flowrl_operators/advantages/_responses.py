@@ -65,6 +65,7 @@ def group_norm(
     single: str = "zero",
     counts: str = "trained",
     around: str = "mean",
+    flat: str = "keep",
     count_ratio: str = "exact",
     by: str = "prompt_id",
 ):
@@ -81,9 +82,12 @@ def group_norm(
             `"batch"`, `"batch_others"`: of all rows of the step (REINFORCE++, ROLL, AReaL); `"none"`: nothing.
         scale: `"group"`: std of the group; `"others"`: std of its other rows (NeMo-RL with leave-one-out); `"batch"`: std of all
             rewards of the step (arXiv 2508.08221); `"none"`: not divided, Dr. GRPO (arXiv 2503.20783).
-        eps: added to the std. Where the std is 0 nothing is divided.
+        eps: added to the std.
+        flat: where the std is 0 and the baseline is not the group's own, so that there is something to divide: `"keep"` it as
+            it is (NeMo-RL), or divide it by `"eps"` alone (ROLL).
         unbiased: divide by n - 1 in the std.
-        single: what a group of one gets: `"zero"`, or its `"reward"`, as if the mean were 0 and the std 1 (verl, SkyRL).
+        single: what a group of one gets: `"zero"`, its `"reward"`, or its reward `"scaled"`, over 1 + eps, a sum that is
+            rounded to float32 (verl, SkyRL).
         counts: which rows have a part in mean and std: `"trained"`: those with a reward and a token that trains;
             `"scored"`: all with a reward (every other system).
         around: the std is taken around the `"mean"`, or around the `"baseline"` that was subtracted (AReaL).
@@ -93,7 +97,7 @@ def group_norm(
 
     A group of one, and one whose rewards are all equal, gets exactly 0. NaN rewards get 0 and are left out of mean and std.
     """
-    norm = Norm(baseline, scale, eps, unbiased, single, around, count_ratio)
+    norm = Norm(baseline, scale, eps, unbiased, single, around, count_ratio, flat)
     return norm(reward, group, rows_that_count(reward, loss_mask, counts))
 
 

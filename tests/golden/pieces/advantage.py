@@ -47,23 +47,9 @@ def verl_grpo(case: Case, match: Any) -> dict[str, Any]:
     by_std = p["norm_adv_by_std_in_grpo"] if "norm_adv_by_std_in_grpo" in p else "nostd" not in match[0]
     found = advantages.group_norm(
         scores(case), groups(case), None,
-        scale="group" if by_std else "none", unbiased=True, eps=p["epsilon"], single="reward",
+        scale="group" if by_std else "none", unbiased=True, eps=p["epsilon"], single="scaled",
     )  # fmt: skip
-    _, number, count = np.unique(groups(case), return_inverse=True, return_counts=True)
-    alone = (count[number] == 1)[:, None] & (case.array("response_mask") == 1)
-    if by_std and alone.any():
-        return _reward_of_one(case, found, alone)
     return {"advantages": spread(case, found)}
-
-
-def _reward_of_one(case: Case, found: np.ndarray, alone: np.ndarray) -> Any:
-    """Theirs is divided by 1 + eps, in float32; ours is the reward."""
-    ours, theirs = np.broadcast_to(found[:, None], alone.shape), case.wanted("advantages")
-    rest = (case.array("response_mask") == 1) & ~alone
-    near = np.allclose(ours[alone], theirs[alone], rtol=2 * case.params["epsilon"], atol=0)
-    holds = near and np.allclose(ours[rest], theirs[rest], rtol=case.rtol, atol=case.atol)
-    exact = np.array_equal(ours[alone], np.broadcast_to(scores(case)[:, None], alone.shape)[alone])
-    return Contract("a group of one gets its reward, not divided by 1 + eps", holds=bool(holds and exact))
 
 
 def verl_rloo(case: Case, match: Any) -> dict[str, Any]:
@@ -144,11 +130,10 @@ def areal_norm(case: Case, match: Any) -> dict[str, Any]:
     mean, std = match["mean"], match["std"]
     baseline = {"None": "none", "group": "others" if match["loo"] else "group"}
     baseline["batch"] = "batch_others" if match["loo"] else "batch"
-    loo_or_unbiased = match["loo"] or not match["biased"]
     found = advantages.group_norm(
         reward, in_order(len(reward), p["group_size"]), None,
         baseline=baseline[mean], scale="none" if std == "None" else std, eps=p["eps"], unbiased=not match["biased"],
-        around="baseline", single="reward" if match["loo"] and loo_or_unbiased else "zero",
+        around="baseline", single="scaled" if match["loo"] else "zero",
     )  # fmt: skip
     return {"normalized": found.reshape(np.shape(case.outputs["normalized"]))}
 
@@ -158,6 +143,7 @@ def roll_norm(case: Case, match: Any) -> Any:
     found = advantages.group_norm(
         reward, in_order(len(reward), p["n_sample"]), None,
         baseline=p["norm_mean_type"] or "none", scale=p["norm_std_type"] or "none", unbiased=True, eps=p["epsilon"],
+        flat="eps",
     )  # fmt: skip
     return _finite_or_zero(case, found)
 
@@ -174,14 +160,14 @@ def slime_norm(case: Case, match: Any) -> Any:
 
 
 def _finite_or_zero(case: Case, found: np.ndarray) -> Any:
-    """Where the std of one reward makes theirs NaN, ours is 0."""
+    """Where the std of one reward makes theirs NaN, ours is not divided by it; its own baseline leaves 0."""
     wanted = case.wanted("normalized")
     found = found.reshape(wanted.shape)
     unknown = np.isnan(wanted)
     if not unknown.any():
         return {"normalized": found}
     rest = np.allclose(found[~unknown], wanted[~unknown], rtol=case.rtol, atol=case.atol)
-    return Contract("a group of one gets 0, not NaN", holds=bool(rest and (found[unknown] == 0).all()))
+    return Contract("one reward has no std to be divided by", holds=bool(rest and np.isfinite(found).all()))
 
 
 def prime_mean(case: Case) -> dict[str, Any]:
@@ -207,7 +193,7 @@ def verl_gdpo(case: Case) -> dict[str, Any]:
     found = advantages.multi_reward.function(
         groups(case), ragged(case.array("response_mask")), *columns,
         parts=parts, weights=tuple(case.params["weights"]), order="normalize_then_sum", eps=case.params["epsilon"],
-        unbiased=True, single="reward", counts="scored", over="tokens",
+        unbiased=True, single="scaled", counts="scored", over="tokens",
     )  # fmt: skip
     return {"advantages": spread(case, found)}
 
