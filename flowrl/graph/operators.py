@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
 from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
-from flowrl.graph.values import Scalar, freeze, freeze_config
+from flowrl.graph.values import FrozenMap, Scalar, freeze, freeze_config
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import Asked, ColumnType
@@ -382,8 +382,10 @@ def _renamed(writes: Mapping[str, ColumnType], out: Any, name: str) -> dict[str,
     if not isinstance(out, str) or not out:
         raise ConfigError(f"'{name}' needs the name of a column in 'out'; found {out!r}")
     if len(writes) != 1:
-        raise ConfigError(f"'{name}' writes {', '.join(writes) or 'no column'}; 'out' names the column of an operator that writes one")
-    return {out: kind for kind in writes.values()}
+        raise ConfigError(
+            f"'{name}' writes {', '.join(writes) or 'no column'}; 'out' names the column of an operator that writes one"
+        )
+    return dict(zip((out,), writes.values(), strict=True))
 
 
 def read_signature(
@@ -455,6 +457,8 @@ def resolve_reads(read: Read, config: Mapping[str, Any], name: str) -> tuple[Rea
     if not read.is_many:
         return (resolve_read(read, config, name),)
     columns = config.get(read.column[1:])
+    if isinstance(columns, FrozenMap):  # a column to a value each: weights, say
+        columns = tuple(column for column, _ in columns.items)
     is_list = isinstance(columns, tuple) and all(isinstance(column, str) for column in columns)
     if not is_list or not columns or len(set(columns)) < len(columns):
         raise ConfigError(
@@ -491,7 +495,9 @@ def _check_declared(op: Operator) -> None:
         if not d.writes and not d.is_filter:
             raise ConfigError(f"'{op.__name__}' writes nothing and is no filter; declare writes= or filter=True")
     if (d.processes or d.threads != 1) and not d.each_row:
-        raise ConfigError(f"'{op.__name__}' declares processes or threads, which are for a function of one row: each_row=True")
+        raise ConfigError(
+            f"'{op.__name__}' declares processes or threads, which are for a function of one row: each_row=True"
+        )
     if d.processes and d.threads != 1:
         raise ConfigError(f"'{op.__name__}' declares processes and threads; it runs in one of them")
     if op.state_param and d.locality != "stateful" and str(d.locality) != "stateful":

@@ -77,6 +77,8 @@ class Context:
     path: str = ""
     """Prefix of node paths inside sub-graphs."""
     run_body: Callable[[Context, Node, RowBatch, int], RowBatch] | None = None
+    reward_workers: int | None = None
+    """Worker processes for operators of one row; see `run_operator`."""
 
     def table(self, node: Node, port: str = "rows") -> Table:
         found = self.values[node.source(port)]

@@ -74,13 +74,15 @@ class Executor:
     memory: Memory = field(default_factory=Memory)
     before: Before | None = None
     after: After | None = None
+    reward_workers: int | None = None
 
     def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
         """Run one iteration of the flow; returns every computed value by node name, and the step's log."""
         log = StepLog()
         context = Context(
-            self.graph, number, self.seed, self.max_tokens, self.memory, log, self.data, run_body=self._run_body
-        )
+            self.graph, number, self.seed, self.max_tokens, self.memory, log, self.data,
+            run_body=self._run_body, reward_workers=self.reward_workers,
+        )  # fmt: skip
         self._evaluate(context)
         return context.values, log
 
@@ -128,7 +130,7 @@ class Executor:
                 values[source] = context.values[source]
         inner = Context(
             node.body, context.step, context.seed, context.max_tokens, context.memory, context.log, context.data,
-            values, f"{context.path}{node.name}/", self._run_body,
+            values, f"{context.path}{node.name}/", self._run_body, context.reward_workers,
         )  # fmt: skip
         self._evaluate(inner)
         found = inner.values[node.body.outputs[0]]

@@ -160,6 +160,7 @@ def run_local(
             settings.max_tokens,
             before=observation.node_begins,
             after=observation.node_done,
+            reward_workers=settings.reward_workers,
         )
         for step in range(steps):
             observation.step_begins(step)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import threading
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +18,8 @@ from flowrl.errors import DataError, MissingExtra, OperatorError, SchemaError, W
 from flowrl.graph.code import Place, place_of
 from flowrl.graph.operators import Keep, OperatorCall, Read, State
 from flowrl.graph.values import thaw
-from flowrl.runtime.guard import Call, time_limit
+from flowrl.runtime.guard import Call, call_with_timeout, time_limit
+from flowrl.runtime.pool import CannotRun, Outcome, default_workers, named_elsewhere, shared
 from flowrl.schema.columns import Column
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import ROW_ERROR
@@ -40,9 +46,19 @@ class Applied:
 
 
 def run_operator(
-    call: OperatorCall, rows: RowBatch, *, state: State | None = None, place: Place | None = None
+    call: OperatorCall,
+    rows: RowBatch,
+    *,
+    state: State | None = None,
+    place: Place | None = None,
+    workers: int | None = None,
 ) -> Applied:
     """Apply `call` to `rows`.
+
+    Args:
+        workers: worker processes for operators of one row. None: as many as there are processors, for operators that ask for
+            them (`processes=True`); 0: none; otherwise so many, for all operators of one row that can be imported by name.
+            Under a debugger everything runs here.
 
     Errors: OperatorError with the operator's own file and line, the line of the flow and the rows at hand.
     """
@@ -54,7 +70,7 @@ def run_operator(
     with time_limit(call.timeout_s) as limited:
         work = _Work(call, function, config, place or Place(), limited)
         if call.each_row:
-            return _each_row(work, rows, inputs)
+            return _each_row(work, rows, inputs, workers)
         if call.locality.kind == "group" and not call.many_groups:
             return _per_group(work, rows, inputs)
         columns, mask = work.call(inputs, len(rows), "all rows")
@@ -192,7 +208,7 @@ def _assemble(values: list[Any], column: Column) -> Any:
     return np.asarray(values, dtype=object) if not column.type.is_numeric else np.asarray(values)
 
 
-def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -> Applied:
+def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None], workers: int | None) -> Applied:
     operator = work.operator
     errors = [""] * len(rows)
     parts: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in operator.writes}
@@ -200,9 +216,11 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -
     names: Sequence[Any] = rows[key] if key else range(len(rows))
     columns = [_row_values(column, len(rows)) for column in inputs.values()]
     quick = _quick_column(work)
-    for index, mine in enumerate(zip(*columns, strict=True) if columns else [()] * len(rows)):
+    values_of = list(zip(*columns, strict=True)) if columns else [()] * len(rows)
+    answer_of = _answers(work, values_of, names, workers)
+    for index in range(len(rows)):
         try:
-            answer = _row_answer(work, mine, names, index)
+            answer = answer_of(index)
             if quick and type(answer) is float and not LARGEST["f32"] < abs(answer) < math.inf:
                 parts[quick][index] = answer
                 continue
@@ -246,6 +264,101 @@ def _quick_column(work: _Work) -> str:
     kind = writes[0].type
     is_plain = kind.dtype in ("f32", "f64") and not kind.granularity.is_ragged and not kind.inner
     return writes[0].name if is_plain else ""
+
+
+def _answers(
+    work: _Work, values_of: Sequence[Sequence[Any]], names: Sequence[Any], workers: int | None
+) -> Callable[[int], Any]:
+    """What gives the answer of a row: worker processes, threads, or a call here and now, row after row."""
+    call = work.operator
+
+    def here(index: int) -> Any:
+        return _row_answer(work, values_of[index], names, index)
+
+    if sys.gettrace() is not None or workers == 0 or not values_of:
+        return here
+    if call.threads > 1:
+        return _in_threads(work, values_of, names)
+    if not (call.processes if workers is None else workers > 0):
+        return here
+    if not named_elsewhere(call):
+        _say_here(call, "it was defined in a script or inside a function", is_asked=workers is not None)
+        return here
+    count = default_workers() if workers is None else workers
+    try:
+        outcomes = shared().run(call, values_of, workers=count, timeout_s=call.timeout_s)
+    except CannotRun as error:
+        _say_here(call, str(error), is_asked=True)
+        return here
+
+    def there(index: int) -> Any:
+        found = outcomes[index]
+        if isinstance(found.error, WaitTimeout):
+            late = WaitTimeout(
+                f"operator '{call.short_name}' on row {names[index]!r} took longer than {call.timeout_s:g} s"
+            )
+            raise OperatorError(f"{late} ({place_of(work.function)}, used at {work.place})") from late
+        if found.error is not None:
+            raise work.failure(found.error, f"row {names[index]!r}") from found.error
+        return found.value
+
+    return there
+
+
+def _say_here(call: OperatorCall, why: str, *, is_asked: bool) -> None:
+    if is_asked:
+        warnings.warn(
+            f"operator '{call.short_name}' runs in this process and not in workers: {why}; a function at the top of a module "
+            "of its own can be imported there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _in_threads(work: _Work, values_of: Sequence[Sequence[Any]], names: Sequence[Any]) -> Callable[[int], Any]:
+    """Rows under way side by side, each in a thread: for functions that wait for a server."""
+    call = work.operator
+    outcomes = [Outcome()] * len(values_of)
+    todo = deque(range(len(values_of)))
+
+    def one(index: int) -> Outcome:
+        try:
+            value = call_with_timeout(
+                lambda: work.function(*values_of[index], **work.config),
+                call.timeout_s,
+                lambda: f"operator '{call.short_name}' on row {names[index]!r}",
+            )
+        except BaseException as error:  # carried to the caller, whatever it is
+            return Outcome(error=error)
+        return Outcome(value)
+
+    def pull() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                index = todo.popleft()
+                outcomes[index] = one(index)
+
+    # daemons: after Ctrl-C nobody waits for a server
+    threads = [threading.Thread(target=pull, daemon=True) for _ in range(min(call.threads, len(values_of)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        todo.clear()
+
+    def there(index: int) -> Any:
+        error = outcomes[index].error
+        if isinstance(error, WaitTimeout):
+            raise OperatorError(f"{error} ({place_of(work.function)}, used at {work.place})") from error
+        if isinstance(error, Exception | SystemExit):
+            raise work.failure(error, f"row {names[index]!r}") from error
+        if error is not None:
+            raise error
+        return outcomes[index].value
+
+    return there
 
 
 def _row_answer(work: _Work, values: Sequence[Any], names: Sequence[Any], index: int) -> Any:

@@ -31,6 +31,9 @@ class Options:
     """`live` (a panel), `plain` (a line per step), `off`; `auto` is live in a terminal, else plain."""
     log_samples: int = 2
     """Sampled responses written per step."""
+    reward_workers: int | None = None
+    """Worker processes for rewards. None: as many as there are processors (8 at most), for those that ask for them; 0: none, all
+    run in this process, open to a breakpoint; otherwise so many, for all rewards of one row that can be imported by name."""
     checks: bool = True
     """Check the flow first; only tests of the runtime itself turn it off."""
     schedule: Schedule = field(default_factory=Sync)
@@ -46,6 +49,9 @@ class Options:
                 raise ConfigError(f"option '{name}' is a whole number of at least 1; found {value!r}")
         if isinstance(self.log_samples, bool) or not isinstance(self.log_samples, int) or self.log_samples < 0:
             raise ConfigError(f"option 'log_samples' is a whole number of at least 0; found {self.log_samples!r}")
+        workers = self.reward_workers
+        if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+            raise ConfigError(f"option 'reward_workers' is a whole number of at least 0, or None; found {workers!r}")
         if self.out is not None and not isinstance(self.out, str | Path):
             raise ConfigError(f"option 'out' is a folder, or None to write nothing; found {self.out!r}")
         if self.name is not None and not isinstance(self.name, str):
