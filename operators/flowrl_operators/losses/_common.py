@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Output = Tensor | tuple[Tensor, dict[str, Tensor]]
 
+Bound = float | tuple[float | None, float | None] | None
+"""A bound on both sides, a lower and an upper one (None: open), or none at all."""
 
-def held(values: Tensor, bound: float | None) -> Tensor:
-    """Values within +-bound; as they are without a bound."""
-    return values if bound is None else values.clamp(-bound, bound)
+LEVELS = ("token", "sequence", "geometric", "geometric_token")
+
+
+def held(values: Tensor, bound: Bound) -> Tensor:
+    """Values within +-bound, or between a lower and an upper bound; as they are without one."""
+    if bound is None or bound == (None, None):
+        return values
+    low, high = bound if isinstance(bound, tuple) else (-bound, bound)
+    return values.clamp(low, high)
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor, segments: Any, level: str, bound: Bound) -> Tensor:
+    """[T] log of the ratio between the policy and the one it is compared with, d = logprobs - old_logprobs, held in `bound`.
+
+    Levels: `token`: d of each token; `sequence`: their sum over the row, the ratio of whole responses; `geometric`: their
+    mean over the row; `geometric_token`: the same value, differentiated through the own token only.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"the level of a ratio is one of {', '.join(LEVELS)}; found {level!r}")
+    difference = logprobs - old_logprobs
+    if level == "token":
+        return held(difference, bound)
+    if segments is None:
+        raise ConfigError(
+            f"level={level!r} needs the rows of the tokens: pass segments (flowrl.engines.segments.Segments)"
+        )
+    if level == "sequence":
+        return held(segments.spread(segments.sum(difference)), bound)
+    mean = segments.spread(segments.mean(difference))
+    if level == "geometric":
+        return held(mean, bound)
+    return held(logprobs - logprobs.detach() + mean.detach(), bound)
+
+
+def fraction(chosen: Tensor, like: Tensor) -> Tensor:
+    """1 where chosen, 0 elsewhere: a metric whose mean is a share."""
+    return chosen.to(like.dtype)

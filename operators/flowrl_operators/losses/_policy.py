@@ -1,12 +1,17 @@
-"""Policy gradients. Notation: d = logprobs - old_logprobs, r = exp(d), A the advantage."""
+"""Policy gradients per token. Notation: d = logprobs - old_logprobs, r = exp(d), A the advantage, sg no gradient.
+
+[Note: Compared with the sampler]
+r compares with the column `old_logprobs`: the policy when the update began. For the ratio to the sampler's own numbers give
+its column that name: `rows.with_columns(old_logprobs=fr.col("rollout_logprobs"))`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.losses._common import held
+from flowrl_operators.losses._common import Bound, fraction, held, log_ratio
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
@@ -17,11 +22,14 @@ def ppo_clip(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any = None,
     *,
     clip: float = 0.2,
     high: float | None = None,
     dual: float | None = None,
-    log_ratio_clip: float | None = 20.0,
+    level: str = "token",
+    row_advantage: bool = False,
+    log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """PPO's clipped surrogate: max(-r A, -clip(r, 1 - clip, 1 + high) A).
 
@@ -31,33 +39,175 @@ def ppo_clip(
     Args:
         clip: how far below 1 the ratio counts.
         high: how far above; None takes `clip`. DAPO's clip-higher (arXiv 2503.14476) is `ppo_clip(0.2, high=0.28)`.
-        dual: for A < 0 the term is at most -dual * A (dual-clip, arXiv 1912.09729; usual value 3). None leaves it out.
-        log_ratio_clip: d is held within this on both sides so that exp cannot overflow; None takes d as it is.
+        dual: for A < 0 the term is at most -dual * A (dual-clip, arXiv 1912.09729; usual value 3, ROLL has 1 + 2 clip). None
+            leaves it out. Two-sided clipping with a bound delta > 1 + high (INTELLECT-2, arXiv 2505.07291; TRL) is the same.
+        level: whose ratio r is. `"token"`; `"geometric"`: one per row, exp(mean of d): GSPO (arXiv 2507.18071; usual bounds
+            3e-4 and 4e-4; TRL, OpenRLHF, NeMo-RL, slime, ROLL); `"geometric_token"`: the same value, differentiated through
+            the own token only: GSPO-token (verl, SkyRL), the same gradient where A is the row's; `"sequence"`: one per row,
+            exp(sum of d), the ratio of whole responses (TRL's RLOO). With a level above the token average by
+            `sequence_mean`, as GSPO does.
+        row_advantage: take the mean of A over the row at each of its tokens (AReaL's GSPO).
+        log_ratio_clip: log r is held within this on both sides so that exp cannot overflow, or within (low, high), either of
+            them None; None takes it as it is. No gradient where it acts. (verl, OpenRLHF, SkyRL: 20 per token; verl's GSPO:
+            (None, 10); TRL, NeMo-RL, AReaL, slime, ROLL: None.)
 
-    Metrics: `clip_fraction`, `ratio`, `approx_kl` (r - 1 - d, an estimate of KL(old || new)).
+    Metrics: `clip_fraction`, of it `clip_low_fraction` (A < 0) and `clip_high_fraction` (A > 0), `dual_clip_fraction`,
+    `ratio`, `approx_kl` (r - 1 - log r, an estimate of KL(old || new)).
     """
     import torch
 
-    if not clip > 0 or (dual is not None and not dual > 1):
-        raise ConfigError(f"ppo_clip needs clip > 0 and dual > 1; found clip={clip!r}, dual={dual!r}")
-    difference = held(logprobs - old_logprobs, log_ratio_clip)
+    if not clip > 0 or (high is not None and not high > 0) or (dual is not None and not dual > 1):
+        raise ConfigError(
+            f"ppo_clip needs clip > 0, high > 0 and dual > 1; found clip={clip!r}, high={high!r}, dual={dual!r}"
+        )
+    difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip)
+    if row_advantage:
+        if segments is None:
+            raise ConfigError("row_advantage=True needs the rows of the tokens: pass segments")
+        advantages = segments.spread(segments.mean(advantages))
     ratio = difference.exp()
     free = -ratio * advantages
     bound = -ratio.clamp(1 - clip, 1 + (clip if high is None else high)) * advantages
     loss = torch.maximum(free, bound)
+    is_clipped = bound > free
     metrics = {
-        "clip_fraction": (bound > free).to(loss.dtype),
+        "clip_fraction": fraction(is_clipped, loss),
+        "clip_low_fraction": fraction(is_clipped & (advantages < 0), loss),
+        "clip_high_fraction": fraction(is_clipped & (advantages > 0), loss),
         "ratio": ratio.detach(),
         "approx_kl": (ratio - 1 - difference).detach(),
     }
     if dual is not None:
         ceiling = -dual * advantages
-        metrics["dual_clip_fraction"] = ((advantages < 0) & (loss > ceiling)).to(loss.dtype)
+        metrics["dual_clip_fraction"] = fraction((advantages < 0) & (loss > ceiling), loss)
         loss = torch.where(advantages < 0, torch.minimum(loss, ceiling), loss)
     return loss, metrics
 
 
 @fr.loss
 def reinforce(logprobs: fr.TOKEN.f32, advantages: fr.TOKEN.f32.or_broadcast("advantage")) -> Output:
-    """REINFORCE: -A log pi. From Williams (1992)."""
+    """REINFORCE: -A log pi. From Williams (1992). GPG (arXiv 2504.02546) is this on its own advantage, `advantages.gpg`."""
     return -advantages * logprobs
+
+
+@fr.loss
+def cispo(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    *,
+    high: float = 4.0,
+    low: float | None = None,
+    drop: bool = False,
+    log_ratio_clip: Bound = 20.0,
+) -> Output:
+    """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log pi; the weight is clipped, and no token loses its gradient.
+
+    From MiniMax-M1 (arXiv 2506.13585).
+
+    Args:
+        high: the weight is at most 1 + high. The default, weight 5, is ScaleRL's (arXiv 2510.13786). TRL's `epsilon_high` is
+            the bound itself, high = epsilon_high - 1.
+        low: the weight is at least 1 - low; None has no lower bound (the paper, TRL). (verl, SkyRL, NeMo-RL, slime, ROLL: 0.2.)
+            `cispo(0.0, low=1.0)`, a weight in [0, 1], is ROLL's truncated importance sampling.
+        drop: leave out tokens whose ratio is already past a bound in the direction that A pushes it (the paper's unified mask).
+        log_ratio_clip: as in `ppo_clip`.
+
+    Metrics: `clip_fraction` (tokens past a bound), `ratio`.
+    """
+    import torch
+
+    if not high >= 0 or (low is not None and not low > 0):
+        raise ConfigError(f"cispo needs high >= 0 and low > 0 or None; found high={high!r}, low={low!r}")
+    ratio = held((logprobs - old_logprobs).detach(), log_ratio_clip).exp()
+    floor = -torch.inf if low is None else 1 - low
+    weight = ratio.clamp(None if low is None else floor, 1 + high)
+    if drop:
+        is_past = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < floor))
+        weight = torch.where(is_past, 0.0, weight)
+    outside = (ratio > 1 + high) | (ratio < floor)
+    return -weight * advantages * logprobs, {"clip_fraction": fraction(outside, ratio), "ratio": ratio}
+
+
+@fr.loss
+def topr(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    rewards: fr.TOKEN.f32.or_broadcast("reward"),
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    positive: float = 1.0,
+    negative: float = 1.0,
+    log_ratio_clip: Bound = 20.0,
+) -> Output:
+    """Tapered off-policy REINFORCE: -positive A log pi where the reward is > 0, else -negative sg(clip(r, low, high)) A log pi.
+
+    Good responses teach whoever sampled them, bad ones only as far as the policy still gives them. From arXiv 2503.14286.
+
+    Args:
+        low, high: bounds of the weight of the others.
+        positive, negative: weights of the two kinds.
+        log_ratio_clip: as in `ppo_clip`.
+
+    Metrics: `ratio`.
+    """
+    import torch
+
+    if not low <= high:
+        raise ConfigError(f"topr needs low <= high; found low={low!r}, high={high!r}")
+    ratio = held((logprobs - old_logprobs).detach(), log_ratio_clip).exp()
+    weight = torch.where(rewards > 0, positive, negative * ratio.clamp(low, high))
+    return -weight * advantages * logprobs, {"ratio": ratio}
+
+
+@fr.loss
+def sapo(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    *,
+    tau: float = 1.0,
+    negative_tau: float = 1.05,
+    log_ratio_clip: Bound = 20.0,
+) -> Output:
+    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip; its slope at r = 1 is the policy gradient's.
+
+    From arXiv 2511.20347.
+
+    Args:
+        tau: sharpness of the gate where A > 0.
+        negative_tau: sharpness elsewhere; a little greater, since those gradients raise many other tokens.
+        log_ratio_clip: as in `ppo_clip`. (verl, SkyRL: 20; TRL, AReaL: None.)
+
+    Metrics: `ratio`.
+    """
+    import torch
+
+    if not (tau > 0 and negative_tau > 0):
+        raise ConfigError(f"sapo needs tau > 0 and negative_tau > 0; found {tau!r} and {negative_tau!r}")
+    ratio = held(logprobs - old_logprobs, log_ratio_clip).exp()
+    sharpness = torch.where(advantages > 0, tau, negative_tau).to(ratio.dtype)
+    gate = 4 / sharpness * torch.sigmoid(sharpness * (ratio - 1))
+    return -gate * advantages, {"ratio": ratio.detach()}
+
+
+@fr.loss
+def dro(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    *,
+    beta: float = 0.1,
+) -> Output:
+    """Direct reward optimisation: -(A log pi - (beta / 2) d^2), REINFORCE with a quadratic pull to the old policy.
+
+    From Richemond et al. (arXiv 2405.19107); Kimi k1.5 (arXiv 2501.12599) has the same with tau for beta.
+
+    Metrics: `squared_log_ratio`.
+    """
+    if not beta >= 0:
+        raise ConfigError(f"dro needs beta >= 0; found {beta!r}")
+    squared = (logprobs - old_logprobs).square()
+    return -advantages * logprobs + beta / 2 * squared, {"squared_log_ratio": squared.detach()}

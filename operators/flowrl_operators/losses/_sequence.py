@@ -1,0 +1,90 @@
+"""Policy gradients whose weight belongs to the whole response. Notation: d = logprobs - old_logprobs, A the advantage."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import flowrl as fr
+from flowrl.errors import ConfigError
+from flowrl_operators.losses._common import Bound, fraction, held
+
+if TYPE_CHECKING:
+    from flowrl_operators.losses._common import Output
+
+
+@fr.loss(per="sample")
+def gmpo(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any,
+    *,
+    clip: float = 0.4,
+    high: float | None = None,
+    log_ratio_clip: Bound = 20.0,
+) -> Output:
+    """GMPO, one number per row: -A exp(mean of c), c = d held in [-clip, high] on the side that A pushes it to.
+
+    The geometric mean of the clipped token ratios, which no single token can drive. From arXiv 2507.20673. A of the row is the
+    mean over its tokens; 0 for a row without tokens.
+
+    Args:
+        clip: how far below 0 the log-ratio counts where A < 0 (a bound of d, not of exp(d)).
+        high: how far above where A > 0; None takes `clip`.
+        log_ratio_clip: d is held within this before; see `ppo_clip`.
+
+    Metrics: `clip_fraction`, `clip_low_fraction`, `clip_high_fraction` (tokens), `ratio` (rows).
+    """
+    import torch
+
+    upper = clip if high is None else high
+    if not (clip > 0 and upper > 0):
+        raise ConfigError(f"gmpo needs clip > 0 and high > 0; found clip={clip!r}, high={high!r}")
+    difference = held(logprobs - old_logprobs, log_ratio_clip)
+    side = advantages.sign()
+    kept = side * torch.minimum(side * difference, side * difference.clamp(-clip, upper))
+    ratio = segments.mean(kept).exp()
+    low_clip, high_clip = (side < 0) & (difference < -clip), (side > 0) & (difference > upper)
+    metrics = {
+        "clip_fraction": fraction(low_clip | high_clip, ratio),
+        "clip_low_fraction": fraction(low_clip, ratio),
+        "clip_high_fraction": fraction(high_clip, ratio),
+        "ratio": ratio.detach(),
+    }
+    return -segments.mean(advantages) * ratio, metrics
+
+
+@fr.loss
+def vespo(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any,
+    *,
+    power: tuple[float, float] = (2.0, 3.0),
+    decay: tuple[float, float] = (3.0, 2.0),
+    log_ratio_clip: Bound = 20.0,
+) -> Output:
+    """VESPO: -sg(phi) A log pi with phi = W^power exp(decay (1 - W)), W the ratio of the whole response.
+
+    A smooth weight of the sequence ratio that is 1 at W = 1 and falls to 0 on both sides. From arXiv 2602.10693.
+
+    Args:
+        power, decay: for tokens with A >= 0, and for those with A < 0.
+        log_ratio_clip: d of each token, and log W from above, are held within this; W is at least 1e-8.
+
+    Metrics: `sequence_weight`.
+    """
+    import torch
+
+    if len(power) != 2 or len(decay) != 2 or min(*power, *decay) < 0:
+        raise ConfigError(f"vespo needs two numbers >= 0 for power and for decay; found {power!r} and {decay!r}")
+    difference = held((logprobs - old_logprobs).detach(), log_ratio_clip)
+    upper = log_ratio_clip[1] if isinstance(log_ratio_clip, tuple) else log_ratio_clip
+    log_weight = segments.spread(segments.sum(difference)).clamp(math.log(1e-8), upper)
+    is_good = advantages >= 0
+    powers = torch.where(is_good, *power).to(log_weight.dtype)
+    decays = torch.where(is_good, *decay).to(log_weight.dtype)
+    weight = (powers * log_weight + decays * (1 - log_weight.exp())).exp()
+    return -weight * advantages * logprobs, {"sequence_weight": weight}
