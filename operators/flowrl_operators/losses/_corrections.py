@@ -177,7 +177,9 @@ def off_policy_mask(
 
 
 @fr.loss(corrects=True, max_staleness=None)
-def stored_importance(weight: fr.TOKEN.f32.named_by("by"), *, by: str = "importance") -> Output:
+def stored_importance(
+    weight: fr.TOKEN.f32.named_by("by"), segments: Any, *, by: str = "importance", level: str = "token"
+) -> Output:
     """A stored weight per token to multiply another term with, e.g. that of `importance.importance_weights`.
 
     For weights that need the whole batch (their mean over it, say): an operator sees all rows of the step, a loss one
@@ -185,7 +187,12 @@ def stored_importance(weight: fr.TOKEN.f32.named_by("by"), *, by: str = "importa
 
     Args:
         by: name of the column.
+        level: `"token"`, or `"geometric"`: each row's geometric mean, for a loss with one ratio per row (verl's GMPO), to
+            which a weight of 0 counts as 1e-10 (that is added to each).
 
     Metrics: `importance`.
     """
-    return weight, {"importance": weight}
+    if level not in ("token", "geometric"):
+        raise ConfigError(f"stored_importance level is 'token' or 'geometric'; found {level!r}")
+    chosen = weight if level == "token" else segments.spread(segments.mean((weight + 1e-10).log()).exp())
+    return chosen, {"importance": chosen}

@@ -51,7 +51,7 @@ def kl(
             corrected for tokens of an older policy (DeepSeek-V3.2, arXiv 2512.02556; TRL, slime), and on the policy's own
             tokens (`against=None`, w is 1) the estimate plus its score function (NeMo-RL). `"gradient"`: the value stays, its
             gradient is multiplied by w, which has none itself (OpenRLHF). None: no weight.
-        against: column of the behaviour's log-probabilities; None, or a column the rows do not have: the live policy.
+        against: column of the behaviour's log-probabilities, read where `importance` asks for it; None: the live policy itself.
         importance_cap: greatest w; None for no bound (OpenRLHF has 10).
         log_ratio_clip: in k3 the exponent is held within this on both sides; None takes it as it is.
         value_clip: the estimate, weighed or not, is held within this on both sides, with no gradient where it acts; a
@@ -61,14 +61,22 @@ def kl(
     """
     if importance not in (None, "value", "gradient"):
         raise ConfigError(f"kl importance is 'value', 'gradient' or None; found {importance!r}")
+    if importance is not None and against is not None and behaviour_logprobs is None:
+        raise ConfigError(
+            f"kl(importance={importance!r}) needs the column '{against}', which the rows do not have; write it with "
+            f"fr.logprobs(model, rows, out='{against}'), or say against=None if the live policy drew the tokens"
+        )
     difference = logprobs - ref_logprobs
     value = _kl_estimate(difference, kind, log_ratio_clip)
-    weight = _behaviour_weight(logprobs, behaviour_logprobs, importance_cap) if importance is not None else None
+    weight = None
+    if importance is not None:
+        weight = _behaviour_weight(logprobs, None if against is None else behaviour_logprobs, importance_cap)
     if weight is not None and importance == "value":
-        is_held = _is_held(difference, kind, log_ratio_clip)
-        value = value * weight.where(
-            ~is_held, weight.detach()
-        )  # a constant estimate says nothing of the sampling either
+        if (
+            kind == "k3" and log_ratio_clip is not None
+        ):  # where the estimate is a constant the weight has no derivative either
+            weight = weight.where(difference.abs() <= log_ratio_clip, weight.detach())
+        value = value * weight
     value = held(value, value_clip)
     reported = value.detach()
     if gradient is not None:
@@ -114,12 +122,6 @@ def _kl_estimate(difference: Tensor, kind: str, log_ratio_clip: float | None) ->
             return negative.exp() - 1 - negative
     hint = "; the exact sum over the vocabulary is full_kl()" if kind == "full" else ""
     raise ConfigError(f"kl knows the estimators {', '.join(KL_KINDS)}; found {kind!r}{hint}")
-
-
-def _is_held(difference: Tensor, kind: str, log_ratio_clip: float | None) -> Tensor:
-    if kind != "k3" or log_ratio_clip is None:
-        return difference.isnan() & False
-    return difference.abs() > log_ratio_clip
 
 
 def _behaviour_weight(logprobs: Tensor, behaviour: Tensor | None, cap: float | None) -> Tensor:

@@ -173,7 +173,12 @@ def test_a_weight_that_is_not_finite_is_no_weight() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"kind": "k9"}, "found 'k9'"), ({"kind": "full"}, "full_kl"), ({"importance": "both"}, "found 'both'")],
+    [
+        ({"kind": "k9"}, "found 'k9'"),
+        ({"kind": "full"}, "full_kl"),
+        ({"importance": "both"}, "found 'both'"),
+        ({"importance": "value"}, "needs the column 'old_logprobs'"),
+    ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 import flowrl as fr
 from flowrl_operators import losses
 from flowrl_operators.importance import importance_weights
 from tests.golden.guards import ADDED, guarded, padded_tokens
-from tests.golden.padded import loss_and_gradient
+from tests.golden.padded import loss_and_gradient, tensor
 from tests.golden.pieces.rollout_correction import bounds_of, rejection
 from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
@@ -37,6 +38,27 @@ def answer(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", **options: 
     given = {ours: theirs for ours, theirs in columns.items() if theirs in case.inputs}
     found = loss_and_gradient(case, loss, given, **options)
     return guarded(case, found, "grad_log_prob")
+
+
+def answer_padded(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", factor: float = 1.0, **average: Any) -> Any:
+    """`answer` for losses of a ratio per row whose system divides the row's sums by n + 1e-8: log-ratios, advantages and the
+    logarithms of weights carry n / (n + 1e-8), and so does the gradient."""
+    mask = tensor(case, "mask")
+    count = mask.sum(1, keepdim=True)
+    share = count / (count + ADDED)
+    live, base = tensor(case, "log_probs", grad=True), tensor(case, old)
+    given = {ours: tensor(case, theirs) for ours, theirs in COLUMNS.items() if theirs in case.inputs}
+    given |= {"logprobs": base + share * (live - base), "old_logprobs": base}
+    if "importance" in given:
+        given["importance"] = (given["importance"] + 1e-10) ** share - 1e-10  # both add it
+        given["advantages"] = given["advantages"] * share
+    value, _ = fr.apply_loss(loss, given, mask, **average)
+    value = factor * value
+    (gradient,) = torch.autograd.grad(value, live)
+    inside = mask.numpy() > 0
+    return guarded(
+        case, {"loss": value.item(), "grad_log_prob": np.where(inside, gradient.numpy(), 0.0)}, "grad_log_prob"
+    )
 
 
 def with_input(case: Case, **inputs: np.ndarray) -> Case:
@@ -89,11 +111,27 @@ def verl_bypass(case: Case) -> Any:
     return answer(case, loss, **verl_average(case))
 
 
-def verl_weighted(case: Case) -> Any:
+def verl_weighted(case: Case, found: re.Match[str]) -> Any:
+    """One of its losses times given weights."""
     p = case.params
     case = with_input(case, importance=case.array("rollout_is_weights"))
-    loss = losses.ppo_clip(p["clip_ratio_low"], high=p["clip_ratio_high"], dual=p["clip_ratio_c"])
-    return answer(case, loss * losses.stored_importance(), **verl_average(case))
+    if found["base"] == "gmpo":  # a number per row, over all rows; so is the weight
+        loss = losses.gmpo(p["clip_ratio_low"], high=p["clip_ratio_high"], log_ratio_clip=None)
+        weight = losses.stored_importance(level="geometric")
+        return answer_padded(case, loss * weight, average="sequence_mean", average_rows="all")
+    return answer(case, verl_base(found["base"], p) * losses.stored_importance(), **verl_average(case))
+
+
+def verl_base(name: str, p: dict[str, Any]) -> fr.Loss:
+    if name == "gpg":
+        return losses.reinforce()
+    if name == "cispo":
+        return losses.cispo(p["clip_ratio_high"], low=p["clip_ratio_low"])
+    if name == "gspo":
+        return losses.ppo_clip(
+            p["clip_ratio_low"], high=p["clip_ratio_high"], level="geometric_token", log_ratio_clip=(None, 10.0)
+        )
+    return losses.ppo_clip(p["clip_ratio_low"], high=p["clip_ratio_high"], dual=p["clip_ratio_c"])
 
 
 # --- OpenRLHF -----------------------------------------------------------------------------------------------------------
@@ -116,6 +154,13 @@ def openrlhf_gated(case: Case, found: re.Match[str]) -> Any:
         gate = losses.within_drift(low, high, statistic=p["is_correction_gating"], over=over, **exact)
         loss = loss * losses.truncated_importance(None, **exact) * gate
     return answer(case, loss, **openrlhf_average(case))
+
+
+def openrlhf_gspo(case: Case) -> Any:
+    """With any correction its sequence ratio is taken against the sampler; there is no other correction then."""
+    p = case.params
+    loss = losses.ppo_clip(p["clip_eps_low"], high=p["clip_eps_high"], dual=p.get("dual_clip"), level="geometric")
+    return answer(case, loss, old="rollout_log_probs", average="sequence_mean", average_eps=ADDED)
 
 
 # --- NeMo-RL ------------------------------------------------------------------------------------------------------------
@@ -155,9 +200,11 @@ def nemo_corrected(case: Case, found: re.Match[str]) -> Any:
         p.get("ratio_clip_min", 0.2),
         high=p.get("ratio_clip_max", 0.2),
         dual=p.get("ratio_clip_c"),
+        level="geometric" if p.get("sequence_level_importance_ratios") else "token",
         log_ratio_clip=None,
     )
-    return answer(case, loss * nemo_importance(case), **nemo_average(case))
+    is_row = p.get("sequence_level_importance_ratios")
+    return (answer_padded if is_row else answer)(case, loss * nemo_importance(case), **nemo_average(case))
 
 
 # --- SkyRL --------------------------------------------------------------------------------------------------------------
@@ -195,6 +242,12 @@ def skyrl_rollout_is(case: Case) -> Any:
     p = case.params
     weight = losses.masked_importance(1 - p["eps_clip_low"], 1 + p["eps_clip_high"])
     return answer(case, losses.reinforce() * weight, old="", average="token_sum")
+
+
+def skyrl_cispo(case: Case) -> Any:
+    p = case.params
+    loss = losses.cispo(p["cispo_eps_clip_high"], low=p["cispo_eps_clip_low"])
+    return answer(case, loss, old="rollout_log_probs", average="token_sum")
 
 
 # --- slime --------------------------------------------------------------------------------------------------------------
@@ -297,7 +350,8 @@ def per_token(case: Case, weight: fr.Loss) -> np.ndarray:
 
 
 CONVENTIONS: dict[str, Callable[[Case], Any]] = {
-    "verl.ppo_with_rollout_is": verl_weighted,
+    "openrlhf.gspo_rollout_anchored": openrlhf_gspo,
+    "skyrl.cispo_rollout_anchor_sum": skyrl_cispo,
     "skyrl.rollout_is_sum": skyrl_rollout_is,
     "slime.tis": slime_tis,
     "slime.icepop": slime_icepop,
@@ -306,9 +360,11 @@ CONVENTIONS: dict[str, Callable[[Case], Any]] = {
 
 PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"verl\.bypass_.*", lambda case, found: verl_bypass(case)),
+    (r"verl\.(?P<base>ppo|gmpo|gpg|cispo|gspo)_with_rollout_is.*", verl_weighted),
     (r"openrlhf\.ppo_is_(token|seq)_(mask|clip)_(ratio|binary_kl|tv)", openrlhf_gated),
     (r"nemo\.ppo_(tis|icepop|seq-mask-tis|is_untruncated).*", nemo_corrected),
     (r"nemo\.guard_.*", nemo_corrected),
+    (r"nemo\.gspo_is_sequence.*", nemo_corrected),
     (r"skyrl\.ppo_(tis|seqmask|outlier|token_mask)\w*_sum", skyrl_corrected),
     (r"trl\.\w+_tis_(token|sequence)", trl_weighted),
     (r"trl\.off_policy_mask.*", trl_off_policy_mask),
