@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from flowrl.errors import ConfigError
 GUARDS = ("variance", "floor", "std")
 """Where eps stands: sqrt(variance + eps), sqrt(max(variance, eps)), or std + eps."""
 
-BLOCK = 1 << 15
+BLOCK = 1 << 14
 """Tokens worked on at a time: their temporaries stay in the cache of a core."""
 
 
@@ -142,18 +143,55 @@ def whitened(
         count_eps: added to the number of tokens in means; verl has 1e-8.
     """
     inside = as_bool(mask).values
+    if per == "batch":
+        result = _inside(values, mask, copy=True)
+        whiten_flat(result, inside, unbiased, eps, guard, centre=centre, scale=scale, count_eps=count_eps)
+        return fr.Ragged.like(result, values)
     count = _count(mask, per)
     mean = masked_mean(values, mask, per=per, count_eps=count_eps)
-    factor: np.ndarray | float = np.ones_like(count, np.float64)
+    factor = np.where(count > 1, 1.0, 0.0)
     if scale:
         variance = masked_var(values, mask, unbiased=unbiased, per=per, count_eps=count_eps)
-        factor = inverse_deviation(np.asarray(variance), eps, guard)
-    factor, kept = np.where(count > 1, factor, 0.0), np.zeros_like(mean) if centre else mean
-    if per == "row":
-        mean, factor, kept = (values.spread(each) for each in (mean, factor, kept))
+        factor *= inverse_deviation(np.asarray(variance), eps, guard)
+    kept = np.zeros_like(mean) if centre else mean
     with np.errstate(invalid="ignore", over="ignore"):  # outside of the mask
-        result = (values.values - mean) * factor + kept
+        result = (values.values - values.spread(mean)) * values.spread(factor) + values.spread(kept)
     return fr.Ragged.like(np.where(inside, result, 0.0), values)
+
+
+def whiten_flat(
+    values: np.ndarray,
+    inside: np.ndarray,
+    unbiased: bool,
+    eps: float,
+    guard: str = "variance",
+    *,
+    centre: bool = True,
+    scale: bool = True,
+    count_eps: float = 0.0,
+) -> None:
+    """`whitened` over all rows in place, on values that are 0 outside the mask; piece by piece, in the cache of a core."""
+    checked("guard", guard, GUARDS, "where eps stands")
+    count = int(np.count_nonzero(inside))
+    if not count:
+        return
+    pieces = [slice(first, first + BLOCK) for first in range(0, len(values), BLOCK)]
+    mean = float(np.sum(values)) / (count + count_eps)
+    squares, is_whole = 0.0, count == len(values)
+    for piece in pieces:
+        part = values[piece]
+        part -= mean
+        if not is_whole:
+            part *= inside[piece]
+        squares += float(part @ part)
+    factor = 1.0 if count > 1 else 0.0
+    if scale and count > 1:
+        variance = squares / (count + count_eps) * (count / (count - 1) if unbiased else 1.0)
+        factor = float(inverse_deviation(np.asarray(variance), eps, guard))
+    for piece in pieces:
+        values[piece] *= factor
+        if not centre:
+            values[piece] += mean if is_whole else mean * inside[piece]
 
 
 def inverse_deviation(variance: np.ndarray, eps: float, guard: str) -> np.ndarray:
@@ -169,9 +207,9 @@ def inverse_deviation(variance: np.ndarray, eps: float, guard: str) -> np.ndarra
     return np.where(std > 0, 1.0 / np.where(std > 0, std, 1.0), 0.0)
 
 
-def _inside(values: fr.Ragged, mask: fr.Ragged) -> np.ndarray:
+def _inside(values: fr.Ragged, mask: fr.Ragged, *, copy: bool = False) -> np.ndarray:
     chosen = as_bool(mask).values
-    return values.values.astype(np.float64, copy=False) if chosen.all() else np.where(chosen, values.values, 0.0)
+    return values.values.astype(np.float64, copy=copy) if chosen.all() else np.where(chosen, values.values, 0.0)
 
 
 def _count(mask: fr.Ragged, per: str) -> np.ndarray:
@@ -182,13 +220,43 @@ def _count(mask: fr.Ragged, per: str) -> np.ndarray:
 # --- sums from each token on ----------------------------------------------------------------------------------------------
 
 
-def blocks(offsets: np.ndarray) -> Iterator[slice]:
-    """Slices of whole rows, each of about BLOCK tokens, or of one longer row."""
-    first, count = 0, len(offsets) - 1
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some whole rows: their tokens of a mask, one after the other."""
+
+    rows: slice
+    tokens: slice
+    inside: np.ndarray | None
+    """Which of the rows' tokens are of the mask; None: all."""
+    offsets: np.ndarray
+    """Where each row begins and ends among the tokens of the mask."""
+
+    def take(self, values: np.ndarray) -> np.ndarray:
+        """A copy as float64."""
+        mine = values[self.tokens]
+        return mine.astype(np.float64) if self.inside is None else mine[self.inside].astype(np.float64)
+
+    def put(self, result: np.ndarray, values: np.ndarray) -> None:
+        if self.inside is None:
+            result[self.tokens] = values
+        else:
+            result[self.tokens][self.inside] = values
+
+
+def pieces_of(mask: fr.Ragged) -> Iterator[Piece]:
+    """All rows in pieces of about BLOCK tokens, or of one longer row."""
+    first, count, offsets = 0, len(mask), mask.offsets
     while first < count:
         last = int(np.searchsorted(offsets, offsets[first] + BLOCK, side="right")) - 1
         last = min(max(last, first + 1), count)
-        yield slice(first, last)
+        tokens = slice(int(offsets[first]), int(offsets[last]))
+        inside, mine = mask.values[tokens], offsets[first : last + 1] - offsets[first]
+        if inside.all():
+            yield Piece(slice(first, last), tokens, None, mine)
+        else:
+            kept = np.zeros(len(mine), np.int64)
+            np.cumsum(row_sums(inside, mine), out=kept[1:])
+            yield Piece(slice(first, last), tokens, inside, kept)
         first = last
 
 
@@ -217,12 +285,10 @@ def accumulate(values: np.ndarray, offsets: np.ndarray, factor: np.ndarray | flo
 def discounted(rewards: fr.Ragged, mask: fr.Ragged, factor: float) -> fr.Ragged:
     """G_t = x_t + factor * G_next over the tokens of `mask`; the next token is the next one of the mask, so that holes
     (tool output) neither pay nor discount. 0 outside the mask."""
-    inside = as_bool(mask)
-    values, offsets = packed(rewards.values, inside)
-    for rows in blocks(offsets):
-        first, last = offsets[rows.start], offsets[rows.stop]
-        values[first:last] = accumulate(values[first:last], offsets[rows.start : rows.stop + 1] - first, factor)
-    return fr.Ragged.like(unpacked(values, inside), mask)
+    result = np.zeros(len(mask.values))
+    for piece in pieces_of(as_bool(mask)):
+        piece.put(result, accumulate(piece.take(rewards.values), piece.offsets, factor))
+    return fr.Ragged.like(result, mask)
 
 
 def reward_to_go(rewards: fr.Ragged, mask: fr.Ragged, gamma: float = 1.0) -> fr.Ragged:

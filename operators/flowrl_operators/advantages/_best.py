@@ -76,7 +76,11 @@ def _gain_over_others(values: np.ndarray, groups: Groups, k: int | None) -> np.n
 
 
 def _share_of_sets(smaller: np.ndarray, tries: np.ndarray, size: np.ndarray) -> np.ndarray:
-    # C(smaller, tries - 2) / C(size - 1, tries - 1), looked up so that 65,536 rows cost what the distinct triples do
-    triples, inverse = np.unique(np.stack([smaller, tries, size], 1), axis=0, return_inverse=True)
-    share = [math.comb(j, t - 2) / math.comb(n - 1, t - 1) for j, t, n in triples.tolist()]
+    # C(smaller, tries - 2) / C(size - 1, tries - 1), reckoned once for each triple there is
+    width = int(size.max()) + 1
+    triples, inverse = np.unique((smaller * width + tries) * width + size, return_inverse=True)
+    share = [
+        math.comb(j, t - 2) / math.comb(n - 1, t - 1)
+        for j, t, n in zip(triples // width**2, triples // width % width, triples % width, strict=True)
+    ]
     return np.asarray(share)[inverse.reshape(-1)]

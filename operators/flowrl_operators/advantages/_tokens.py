@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
 from flowrl_operators.advantages._arrays import (
+    Piece,
     accumulate,
     any_in_row,
     as_bool,
     at_last_token,
-    blocks,
     checked,
     discounted,
-    packed,
+    pieces_of,
     row_sums,
-    unpacked,
+    whiten_flat,
     whitened,
 )
 
@@ -95,94 +95,86 @@ def gae(
     known &= _known_rows(np.zeros(len(trains)), values, seen, trains)
     if last_value is not None:
         known &= np.isfinite(last_value)
-    steps = _Steps.of(reward, values, trains, token_rewards, last_value, known, masked)
     decay = gamma * (lam if adaptive is None else adapted_lambda(trains, adaptive))
-    advantages, returns = steps.advantages_and_returns(
-        gamma, decay, None if lam_returns is None else gamma * lam_returns
-    )
-    if masked == "skip":
-        advantages, returns = unpacked(advantages, trains), unpacked(returns, trains)
-    elif not trains.values.all():
+    steps = _Steps(
+        fr.Ragged.like(np.ones_like(trains.values), trains) if masked != "skip" else trains,
+        values.values, token_rewards if token_rewards is None else token_rewards.values,
+        np.asarray(reward), last_value, known, gamma,
+    )  # fmt: skip
+    if masked != "skip":
+        steps = steps.over_all_tokens(trains, masked)
+    advantages, returns = steps.run(decay, None if lam_returns is None else gamma * lam_returns)
+    if masked != "skip" and not trains.values.all():
         advantages, returns = np.where(trains.values, advantages, 0.0), np.where(trains.values, returns, 0.0)
     if not known.all():
         returns = np.where(trains.spread(known), returns, np.nan_to_num(np.where(trains.values, values.values, 0.0)))
-    result = fr.Ragged.like(advantages, trains)
     if whiten:
-        result = whitened(result, _of_rows(trains, known), unbiased=unbiased, eps=eps)
+        whiten_flat(advantages, _of_rows(trains, known).values, unbiased, eps)
     if clip is not None:
-        result = fr.Ragged.like(result.values.clip(-clip, clip), trains)
-    return {"advantages": result, "returns": fr.Ragged.like(returns, trains)}
+        np.clip(advantages, -clip, clip, out=advantages)
+    return {"advantages": fr.Ragged.like(advantages, trains), "returns": fr.Ragged.like(returns, trains)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The tokens GAE goes over, of all rows one after the other; unknown rows hold zeros."""
+    """What GAE goes over."""
 
+    mask: fr.Ragged
+    """Which tokens are steps."""
     values: np.ndarray
+    """[T]"""
     paid: np.ndarray | None
-    """[T] rewards; None: `final` at each row's end, which spares an array as long as all responses."""
+    """[T] rewards; None: `final` at each row's last step, which spares an array as long as all responses."""
     final: np.ndarray
-    """[N] what is paid at a row's last step when `paid` is None."""
-    bootstrap: np.ndarray
-    """[N] value of the state after a row's last step."""
-    offsets: np.ndarray
+    """[N]"""
+    bootstrap: np.ndarray | None
+    """[N] value of the state after a row's last step; None: 0."""
+    known: np.ndarray
+    """[N] rows that count; the others are as if all were 0."""
+    gamma: float
 
-    @classmethod
-    def of(
-        cls,
-        reward: np.ndarray,
-        values: fr.Ragged,
-        trains: fr.Ragged,
-        token_rewards: fr.Ragged | None,
-        last_value: np.ndarray | None,
-        known: np.ndarray,
-        masked: str,
-    ) -> _Steps:
-        final = np.where(known, reward, 0.0)
-        bootstrap = np.zeros(len(trains)) if last_value is None else np.where(known, last_value, 0.0)
-        paid = None if token_rewards is None else token_rewards.values
-        worth = values.values
-        if masked == "skip":
-            worth, offsets = packed(worth, trains)
-            paid = None if paid is None else packed(paid, trains)[0]
-        else:
-            offsets = trains.offsets
-            paid = at_last_token(final, trains).values if paid is None else paid
-            paid = paid if masked == "all" else np.where(trains.values, paid, 0.0)
-            worth = np.where(trains.values, worth, 0.0) if masked == "decay" else worth
-        if not known.all():
-            of_known = known.repeat(np.diff(offsets))
-            worth = np.where(of_known, worth, 0.0)
-            paid = None if paid is None else np.where(of_known, paid, 0.0)
-        return cls(worth, paid, final, bootstrap, offsets)
+    def over_all_tokens(self, trains: fr.Ragged, masked: str) -> _Steps:
+        """Every token a step; those that do not train without rewards, and without values if they only decay."""
+        paid = at_last_token(self.final, trains).values if self.paid is None else self.paid
+        return replace(
+            self,
+            values=np.where(trains.values, self.values, 0.0) if masked == "decay" else self.values,
+            paid=paid if masked == "all" else np.where(trains.values, paid, 0.0),
+        )
 
-    def advantages_and_returns(
-        self, gamma: float, decay: float | np.ndarray, decay_returns: float | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A and A + V; the latter with a decay of its own if there is one."""
-        advantages, returns = np.empty(len(self.values)), np.empty(len(self.values))
-        for rows in blocks(self.offsets):
-            first, last = self.offsets[rows.start], self.offsets[rows.stop]
-            offsets = self.offsets[rows.start : rows.stop + 1] - first
-            worth = self.values[first:last].astype(np.float64)
-            deltas = self._deltas(rows, worth, offsets, gamma)
-            advantages[first:last] = accumulate(deltas, offsets, _of(decay, rows))
-            other = advantages[first:last] if decay_returns is None else accumulate(deltas, offsets, decay_returns)
-            np.add(other, worth, out=returns[first:last])
+    def run(self, decay: float | np.ndarray, decay_returns: float | None) -> tuple[np.ndarray, np.ndarray]:
+        """A and A + V [T], 0 where no step is; the latter with a decay of its own if there is one."""
+        advantages, returns = np.zeros(len(self.values)), np.zeros(len(self.values))
+        for piece in pieces_of(self.mask):
+            worth, deltas = self._deltas(piece)
+            found = accumulate(deltas, piece.offsets, _of(decay, piece.rows))
+            piece.put(advantages, found)
+            other = found if decay_returns is None else accumulate(deltas, piece.offsets, decay_returns)
+            piece.put(returns, other + worth)
         return advantages, returns
 
-    def _deltas(self, rows: slice, worth: np.ndarray, offsets: np.ndarray, gamma: float) -> np.ndarray:
-        filled = offsets[1:] > offsets[:-1]
-        ends = offsets[1:][filled] - 1
+    def _deltas(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        """(values, r + gamma V_next - V) of a piece."""
+        filled = piece.offsets[1:] > piece.offsets[:-1]
+        ends, known = piece.offsets[1:][filled] - 1, self.known[piece.rows]
+        worth = piece.take(self.values)
+        paid = None if self.paid is None else piece.take(self.paid)
+        if not known.all():
+            unknown = np.repeat(~known, np.diff(piece.offsets))
+            worth[unknown] = 0.0
+            if paid is not None:
+                paid[unknown] = 0.0
         deltas = np.empty_like(worth)
-        np.multiply(worth[1:], gamma, out=deltas[:-1])
-        deltas[ends] = gamma * self.bootstrap[rows][filled]
+        np.multiply(worth[1:], self.gamma, out=deltas[:-1])
+        deltas[ends] = (
+            0.0 if self.bootstrap is None else self.gamma * np.where(known, self.bootstrap[piece.rows], 0.0)[filled]
+        )
         deltas -= worth
-        if self.paid is None:
-            deltas[ends] += self.final[rows][filled]
+        if paid is None:
+            deltas[ends] += np.where(known, self.final[piece.rows], 0.0)[filled]
         else:
-            deltas += self.paid[self.offsets[rows.start] : self.offsets[rows.stop]]
-        return deltas
+            deltas += paid
+        return worth, deltas
 
 
 def _of(factor: float | np.ndarray, rows: slice) -> float | np.ndarray:
