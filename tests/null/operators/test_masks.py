@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators import masks
+from flowrl_operators import advantages, losses, masks
 from flowrl_operators.importance import importance_weights
 
 
@@ -106,3 +106,29 @@ def test_masks_refuse_what_makes_no_sense() -> None:
         masks.drift(OLD, ROLLOUT, MASK)
     with pytest.raises(ConfigError, match="threshold > 0"):
         masks.second_moment(OLD, ROLLOUT, MASK, threshold=0.0)
+
+
+@fr.reward
+def length(response):
+    return float(len(response))
+
+
+@fr.flow
+def corrected(prompts, policy):
+    rows = fr.rollout(policy, prompts, n=4)
+    rows = advantages.group_norm(length(rows))
+    rows = fr.logprobs(policy, rows, out="old_logprobs")
+    rows = masks.second_moment(rows, out="close")
+    rows = rows.with_columns(loss_mask=rows["loss_mask"] & rows["close"])
+    rows = importance_weights(masks.drift(rows, low=0.5, high=2.0))
+    loss = losses.ppo_clip(0.2) * losses.stored_importance() * losses.off_policy_mask(0.1, against="old_logprobs")
+    return fr.update(policy, rows, loss=loss)
+
+
+def test_masks_and_weights_in_a_flow() -> None:
+    prompts = [{"prompt_id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    model = fr.Model({f"{i}+1=": ["1", "two", "three"] for i in range(4)}, optimizer=fr.AdamW(lr=1e-3))
+    done = fr.run_local(
+        corrected.graph(), steps=2, engine="null", out=None, progress="off", batch=4, max_tokens=12, prompts=prompts, policy=model
+    )  # fmt: skip
+    assert done.status == "finished" and len(done.metrics) == 2
