@@ -37,7 +37,7 @@ AVERAGES: tuple[dict[str, Any], ...] = (
     {"average": "sequence_sum"},
     {"average": "constant", "average_length": 7},
 )
-SIZES = (1, 2, 3, 4, 6)
+SIZES = (1, 2, 3, 5)
 FILLS = (float("nan"), float("inf"), 1e30)
 STEP = 1e-6
 """Of finite differences, in float64."""
@@ -129,8 +129,10 @@ class Trial:
         rows.lengths = np.maximum(rows.lengths, 1)
         rows.trained = rows.rng.random(int(rows.lengths.sum())) < (0.7 if shape.masked == "some" else 0.0)
         if shape.masked == "some":
-            if n > 2:
-                rows.trained &= np.repeat(rows.group, rows.lengths) != rows.group[0]
+            idle = np.flatnonzero(rows.group != rows.group[-1]) if is_paired else np.arange(n - 1)
+            if n > 2 and len(idle):  # a row without a token that trains, and with it what is kept together with it
+                which = rows.group == rows.group[idle[0]] if is_paired else np.arange(n) == idle[0]
+                rows.trained &= ~np.repeat(which, rows.lengths)
             rows.trained[-1] = True
         width = int(rows.lengths.max())
         inside = torch.as_tensor(np.arange(width)[None, :] < rows.lengths[:, None])
@@ -531,11 +533,11 @@ def _splits(term: Term, batch: Batch) -> Iterator[list[np.ndarray]]:
 
 
 def _places(batch: Batch, name: str) -> list[tuple[int, ...]]:
-    """Some elements of a live column that train, at most twelve."""
+    """Some elements of a live column that train, at most eight."""
     values = batch.columns[name]
     where = (batch.mask if values.dim() > 1 else batch.mask.any(1)).nonzero().tolist()
     places = [(*place, *inner) for place in where for inner in np.ndindex(*values.shape[len(place) :])]
-    return places[:: max(1, len(places) // 12)]
+    return places[:: max(1, len(places) // 8)]
 
 
 def _differences(

@@ -149,6 +149,15 @@ def columns(trial: Trial) -> None:
     for rows in trial.tables():
         answer = trial.run(rows)
         must_be_finite(rows, answer, "although every input is")
+        tokens = next((rows[name].lengths for name, kind in rows.types.items() if kind.granularity is TOKEN), None)
+        for name, kind in answer.types.items():
+            if tokens is not None and kind.granularity is TOKEN and not np.array_equal(answer[name].lengths, tokens):
+                raise Broken(
+                    f"'{name}' has other lengths than its rows",
+                    given=given(rows),
+                    expected=tokens,
+                    found=answer[name].lengths,
+                )
         for read in call.reads:
             if read.is_optional and not read.broadcast and read.column != call.locality.key:
                 unless_refused(trial.run, rows.drop([read.column]))
