@@ -15,6 +15,59 @@ from flowrl.errors import ConfigError
 CALL, REPLY = "tool_call", "tool_response"
 
 
+class SingleTurn:
+    """The environment that `single_turn` builds."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+    def step(self, state: None, response: str) -> None:
+        """The answer ends the episode."""
+
+
+@fr.component
+def single_turn() -> SingleTurn:
+    """Ask once: the policy's first turn ends the episode, and a reward operator judges it.
+
+    The same as a rollout without an environment; for flows that take their environment as an argument.
+    """
+    return SingleTurn()
+
+
+class Feedback:
+    """The environment that `feedback` builds."""
+
+    def __init__(self, function: Callable[..., Any], tries: int) -> None:
+        if tries < 1:
+            raise ConfigError(f"environments.feedback needs tries of at least 1; found {tries!r}")
+        self.function = function
+        self.tries = tries
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an episode; its state holds the prompt's columns and counts the tries."""
+        return {"row": dict(row), "tries": 0}
+
+    def step(self, state: dict[str, Any], response: str) -> str | None:
+        """What the function says to this try; None when it has nothing to say or tries are used up."""
+        state["tries"] += 1
+        if state["tries"] >= self.tries:
+            return None
+        said = self.function(state["row"], response)
+        return None if said is None else str(said)
+
+
+@fr.component
+def feedback(function: Callable[..., Any], *, tries: int = 3) -> Feedback:
+    """Ask, say what is wrong, ask again.
+
+    Args:
+        function: `f(row, response)` with the prompt's columns and one turn's text; its text is said to the policy, None means
+            that there is nothing left to say and ends the episode.
+        tries: turns the policy has at most. Give the rollout `max_turns` of as many.
+    """
+    return Feedback(function, tries)
+
+
 class Toolbox:
     """The environment that `tools` builds."""
 

@@ -6,6 +6,8 @@ rows = filters.fresh(rows, most=2)                                      # rows o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import flowrl as fr
@@ -294,7 +296,7 @@ def _least(operator: str, most: int) -> int:
     return most
 
 
-def _there(operator: str, column: str, values: object) -> fr.Ragged:
+def _there(operator: str, column: str, values: Any) -> Any:
     if values is None:
         raise ConfigError(f"filters.{operator} counts or compares '{column}' with these options, and its rows lack it")
     return values

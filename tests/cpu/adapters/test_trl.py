@@ -1,0 +1,175 @@
+"""TRL's reward functions in a flow, and FlowRL's rewards in TRL's trainer."""
+
+import math
+
+import numpy as np
+import pytest
+
+import flowrl as fr
+from flowrl.errors import ConfigError, DataError, OperatorError
+from flowrl.runtime.operators import run_operator
+from flowrl.store.rows import RowBatch
+from flowrl_operators import adapters, advantages, rewards
+
+TYPES = {
+    "prompt_id": fr.PROMPT.str,
+    "prompt": fr.PROMPT.str,
+    "response": fr.SAMPLE.str,
+    "answer": fr.PROMPT.str,
+    "level": fr.PROMPT.i64,
+    "response_ids": fr.TOKEN.i32,
+}
+
+
+def table() -> RowBatch:
+    rows = [("a", "1+1=", "2", "2", 1, [5, 6]), ("a", "1+1=", "3", "2", 1, [7]), ("b", "2+2=", "4", "4", 2, [8, 9])]
+    return RowBatch.from_rows([dict(zip(TYPES, row, strict=True)) for row in rows], TYPES)
+
+
+def by_answer(prompts, completions, answer, **kwargs):
+    assert not kwargs.get("trainer_state")
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def by_level(completions, level, completion_ids=None):
+    return [None if n == 2 else len(ids) / 10 for n, ids in zip(level, completion_ids, strict=True)]
+
+
+async def chatty(prompts, completions):
+    assert prompts[0] == [{"role": "user", "content": "1+1="}]
+    return [len(completion[-1]["content"]) for completion in completions]
+
+
+def test_a_function_gets_the_columns_it_names() -> None:
+    assert run_operator(adapters.trl.reward(by_answer), table()).rows["reward"].tolist() == [1, 0, 1]
+    found = run_operator(adapters.trl.reward(by_level), table()).rows["reward"]
+    np.testing.assert_allclose(found, [0.2, 0.1, np.nan])
+
+
+def test_none_is_what_it_is_declared_to_be() -> None:
+    found = run_operator(adapters.trl.reward(by_level, none=-1.0, out="by_level"), table()).rows["by_level"]
+    np.testing.assert_allclose(found, [0.2, 0.1, -1.0])
+
+
+def test_columns_may_be_said_and_must_be_there() -> None:
+    assert [r.column for r in adapters.trl.reward(by_level).reads] == ["prompt", "response", "response_ids", "level"]
+    call = adapters.trl.reward(by_answer, columns=("answer", "source"))
+    with pytest.raises(OperatorError, match="reads 'source'"):
+        run_operator(call, table())
+
+
+def test_messages_and_coroutines() -> None:
+    call = adapters.trl.reward(chatty, messages=True)
+    assert run_operator(call, table()).rows["reward"].tolist() == [1, 1, 1]
+
+
+def test_a_wrong_number_of_rewards_is_told() -> None:
+    with pytest.raises(OperatorError, match="'short' returned 1 rewards for 3 rows"):
+        run_operator(adapters.trl.reward(short), table())
+    with pytest.raises(ConfigError, match="needs a function"):
+        adapters.trl.reward("accuracy")  # type: ignore[arg-type]
+
+
+def short(completions, **kwargs):
+    return [1.0]
+
+
+@fr.flow
+def learn(prompts, policy):
+    rows = adapters.trl.reward(by_answer)(fr.rollout(policy, prompts, n=4))
+    rows = advantages.group_norm(rows)
+    return fr.select(rows, "reward", "advantage")
+
+
+def test_it_is_part_of_a_graph_and_of_its_text() -> None:
+    assert learn.check() == ()
+    text = fr.to_text(learn.graph())
+    assert "by_answer" in text
+    assert fr.to_text(fr.from_text(text)) == text
+    run = fr.run_local(
+        fr.from_text(text),
+        engine="null",
+        prompts=[{"prompt": "3?", "answer": "3"}],
+        policy="null",
+        progress="off",
+    )
+    assert set(run.rows()["reward"].tolist()) <= {0.0, 1.0}
+
+
+# --- the other way ------------------------------------------------------------------------------------------------------
+
+
+@fr.reward
+def shout(response: str, answer: str, *, loud: float = 2.0) -> float:
+    if response == "?":
+        raise ValueError("no answer")
+    return loud * float(response.upper() == answer)
+
+
+def test_an_operator_is_a_reward_function() -> None:
+    function = adapters.trl.reward_function(shout, loud=3.0)
+    assert function.__name__ == "shout"
+    found = function(
+        prompts=["a", "b", "c"],
+        completions=["x", "y", "?"],
+        completion_ids=[[1], [2], [3]],
+        answer=["X", "Z", "?"],
+        trainer_state=object(),
+    )
+    assert found == [3.0, 0.0, None]
+    chat = [[{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]]
+    assert function(prompts=chat, completions=chat, answer=["X", "Y"]) == [3.0, 3.0]
+
+
+def test_column_operators_work_too_and_others_are_refused() -> None:
+    function = adapters.trl.reward_function(rewards.exact, name="right", pattern=r"\d")
+    assert function.__name__ == "right"
+    assert function(["p"], ["it is 4"], answer=["4"]) == [1.0]
+    with pytest.raises(DataError, match="reads 'answer'"):
+        function(["p"], ["it is 4"])
+    with pytest.raises(ConfigError, match="writes nothing"):
+        from flowrl_operators import filters
+
+        adapters.trl.reward_function(filters.top)
+
+
+def test_a_function_that_went_there_and_back_says_the_same() -> None:
+    back = adapters.trl.reward_function(adapters.trl.reward(by_answer))
+    assert back(["p", "p"], ["1", "2"], [[1], [2]], answer=["1", "1"]) == [1.0, 0.0]
+
+
+def test_real_reward_functions_of_trl() -> None:
+    trl_rewards = pytest.importorskip("trl.rewards")
+    call = adapters.trl.reward(trl_rewards.think_format_reward, messages=True)
+    rows = table().with_column("response", ["<think>x</think>y", "y", "<think></think>"], fr.SAMPLE.str)
+    assert run_operator(call, rows).rows["reward"].tolist() == [1, 0, 1]
+
+
+@pytest.mark.slow
+def test_trls_trainer_takes_an_operator(tmp_path) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<e>", "0", "1", "2", "3", "4", "?"]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", pad_token="<pad>")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), pad_token_id=0, eos_token_id=1, **sizes))
+    data = datasets.Dataset.from_list([{"prompt": str(n), "answer": str(n)} for n in range(4)])
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, num_generations=4, max_completion_length=3,
+        report_to=[], use_cpu=True, logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    functions = [adapters.trl.reward_function(rewards.exact), adapters.trl.reward_function(shout)]
+    trainer = trl.GRPOTrainer(
+        model, reward_funcs=functions, args=arguments, train_dataset=data, processing_class=tokenizer
+    )
+    trainer.train()
+    log = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    assert math.isfinite(log["rewards/exact/mean"])
+    assert math.isfinite(log["rewards/shout/mean"])
