@@ -197,3 +197,12 @@ def test_masks_leave_staleness_and_correction_to_others() -> None:
 def test_options_that_make_no_sense(term: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         term.function(tokens(-1.0, -1.0, -1.0), tokens(-1.0, -1.0, -1.0), ROWS, **dict(term.config))
+
+
+def test_a_stored_weight_of_a_row_is_its_geometric_mean() -> None:
+    weight = tokens(0.5, 2.0, 3.0)
+    found, _ = losses.stored_importance.function(weight, ROWS, level="geometric")
+    torch.testing.assert_close(found, tokens(1.0, 1.0, 3.0))
+    assert losses.stored_importance.function(weight, ROWS)[0].tolist() == weight.tolist()
+    with pytest.raises(ConfigError, match="level is 'token' or 'geometric'"):
+        losses.stored_importance.function(weight, ROWS, level="sequence")
