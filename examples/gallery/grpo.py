@@ -2,8 +2,7 @@
 
 Paper: arXiv 2402.03300.
 
-Beside GRPO: it is what the others are compared with: no critic, one advantage per answer, PPO's clipped ratio, a KL
-term to a frozen reference.
+What the others are compared with: no critic, one advantage per answer, PPO's clipped ratio, a KL term to a frozen reference.
 """
 
 import flowrl as fr

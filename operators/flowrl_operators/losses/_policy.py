@@ -29,6 +29,7 @@ def ppo_clip(
     dual: float | None = None,
     level: str = "token",
     row_advantage: bool = False,
+    length_eps: float = 0.0,
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """PPO's clipped surrogate: max(-r A, -clip(r, 1 - clip, 1 + high) A).
@@ -47,6 +48,7 @@ def ppo_clip(
             exp(sum of d), the ratio of whole responses (TRL's RLOO). With a level above the token average by
             `sequence_mean`, as GSPO does.
         row_advantage: take the mean of A over the row at each of its tokens (AReaL's GSPO).
+        length_eps: added to the tokens of a row that the mean of d divides by (NeMo-RL: 1e-8).
         log_ratio_clip: log r is held within this on both sides so that exp cannot overflow, or within (low, high), either of
             them None; None takes it as it is. No gradient where it acts. (verl, OpenRLHF, SkyRL: 20 per token; verl's GSPO:
             (None, 10); TRL, NeMo-RL, AReaL, slime, ROLL: None.)
@@ -60,7 +62,7 @@ def ppo_clip(
         raise ConfigError(
             f"ppo_clip needs clip > 0, high > 0 and dual > 1; found clip={clip!r}, high={high!r}, dual={dual!r}"
         )
-    difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip)
+    difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip, length_eps=length_eps)
     if row_advantage:
         if segments is None:
             raise ConfigError("row_advantage=True needs the rows of the tokens: pass segments")
@@ -113,7 +115,7 @@ def cispo(
         drop: leave out tokens whose ratio is already past a bound in the direction that A pushes it (the paper's unified mask).
         log_ratio_clip: as in `ppo_clip`.
 
-    Metrics: `clip_fraction` (tokens past a bound), `ratio`.
+    Metrics: `clip_fraction` (tokens past a bound), `pushed_fraction` (of them those that A pushes on), `ratio`.
     """
     import torch
 
@@ -122,11 +124,16 @@ def cispo(
     ratio = held((logprobs - old_logprobs).detach(), log_ratio_clip).exp()
     floor = -torch.inf if low is None else 1 - low
     weight = ratio.clamp(None if low is None else floor, 1 + high)
+    is_high, is_low = ratio > 1 + high, ratio < floor
+    is_pushed = (is_high & (advantages > 0)) | (is_low & (advantages < 0))
     if drop:
-        is_past = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < floor))
-        weight = torch.where(is_past, 0.0, weight)
-    outside = (ratio > 1 + high) | (ratio < floor)
-    return -weight * advantages * logprobs, {"clip_fraction": fraction(outside, ratio), "ratio": ratio}
+        weight = torch.where(is_pushed, 0.0, weight)
+    metrics = {
+        "clip_fraction": fraction(is_high | is_low, ratio),
+        "pushed_fraction": fraction(is_pushed, ratio),
+        "ratio": ratio,
+    }
+    return -weight * advantages * logprobs, metrics
 
 
 @fr.loss
@@ -188,7 +195,7 @@ def sapo(
     if not (tau > 0 and negative_tau > 0):
         raise ConfigError(f"sapo needs tau > 0 and negative_tau > 0; found {tau!r} and {negative_tau!r}")
     ratio = held(logprobs - old_logprobs, log_ratio_clip).exp()
-    sharpness = torch.where(advantages > 0, tau, negative_tau).to(ratio.dtype)
+    sharpness = torch.where(advantages > 0, ratio.new_tensor(tau), ratio.new_tensor(negative_tau))
     gate = 4 / sharpness * torch.sigmoid(sharpness * (ratio - 1))
     return -gate * advantages, {"ratio": ratio.detach()}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.losses._common import Bound, fraction, held
+from flowrl_operators.losses._common import Bound, fraction, held, row_mean
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
@@ -22,6 +22,7 @@ def gmpo(
     *,
     clip: float = 0.4,
     high: float | None = None,
+    length_eps: float = 0.0,
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """GMPO, one number per row: -A exp(mean of c), c = d held in [-clip, high] on the side that A pushes it to.
@@ -32,6 +33,7 @@ def gmpo(
     Args:
         clip: how far below 0 the log-ratio counts where A < 0 (a bound of d, not of exp(d)).
         high: how far above where A > 0; None takes `clip`.
+        length_eps: added to the tokens of a row that means over it divide by (verl: 1e-8).
         log_ratio_clip: d is held within this before; see `ppo_clip`.
 
     Metrics: `clip_fraction`, `clip_low_fraction`, `clip_high_fraction` (tokens), `ratio` (rows).
@@ -44,7 +46,7 @@ def gmpo(
     difference = held(logprobs - old_logprobs, log_ratio_clip)
     side = advantages.sign()
     kept = side * torch.minimum(side * difference, side * difference.clamp(-clip, upper))
-    ratio = segments.mean(kept).exp()
+    ratio = row_mean(kept, segments, length_eps).exp()
     low_clip, high_clip = (side < 0) & (difference < -clip), (side > 0) & (difference > upper)
     metrics = {
         "clip_fraction": fraction(low_clip | high_clip, ratio),
@@ -52,7 +54,7 @@ def gmpo(
         "clip_high_fraction": fraction(high_clip, ratio),
         "ratio": ratio.detach(),
     }
-    return -segments.mean(advantages) * ratio, metrics
+    return -row_mean(advantages, segments, length_eps) * ratio, metrics
 
 
 @fr.loss
@@ -84,7 +86,7 @@ def vespo(
     upper = log_ratio_clip[1] if isinstance(log_ratio_clip, tuple) else log_ratio_clip
     log_weight = segments.spread(segments.sum(difference)).clamp(math.log(1e-8), upper)
     is_good = advantages >= 0
-    powers = torch.where(is_good, *power).to(log_weight.dtype)
-    decays = torch.where(is_good, *decay).to(log_weight.dtype)
+    powers = torch.where(is_good, *log_weight.new_tensor(power))
+    decays = torch.where(is_good, *log_weight.new_tensor(decay))
     weight = (powers * log_weight + decays * (1 - log_weight.exp())).exp()
     return -weight * advantages * logprobs, {"sequence_weight": weight}
