@@ -34,6 +34,7 @@ def find_pairs(pair_id: Sequence[str], chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Row indices of the chosen and of the rejected responses, pair by pair."""
     import torch
 
+    # `chosen` is brought to the host once: a pair that is none must be refused with its name, not be trained on
     winners: dict[str, int] = {}
     losers: dict[str, int] = {}
     for row, (pair, is_chosen) in enumerate(zip(pair_id, chosen.tolist(), strict=True)):

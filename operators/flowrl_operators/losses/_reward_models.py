@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import DataError
@@ -18,6 +18,7 @@ def bradley_terry(
     chosen: fr.SAMPLE.bool,
     pair_id: fr.SAMPLE.str,
     margins: fr.SAMPLE.f32.named_by("margin_by") = None,
+    segments: Any = None,
     *,
     margin: float = 0.0,
     center: float = 0.0,
@@ -32,9 +33,16 @@ def bradley_terry(
         center: weight of (s_w + s_l)^2, which keeps scores near 0 (arXiv 2312.09244).
         margin_by: the column of a margin per pair, added to `margin`; the chosen row's value counts.
 
+    A pair with a row that has no token to train is no comparison: its loss is 0. Without `segments` all rows count.
+
     Metrics per row: `preference_accuracy`, `preference_margin` (s_w - s_l), `chosen_reward`, `rejected_reward` (s).
     """
     winners, losers = find_pairs(pair_id, chosen)
+    is_known = None
+    if segments is not None:
+        trains = segments.lengths > 0
+        is_known = trains[winners] & trains[losers]
+        scores = scores.masked_fill(~trains, 0.0)
     ours, theirs = scores[winners], scores[losers]
     lead = ours - theirs - margin
     if margin_by is not None:
@@ -44,4 +52,6 @@ def bradley_terry(
     loss = smoothed(lead, 0.0)
     if center:
         loss = loss + center * (ours + theirs).square()
+    if is_known is not None:
+        loss = loss.masked_fill(~is_known, 0.0)
     return on_both_rows(loss, (ours, theirs), winners, losers)

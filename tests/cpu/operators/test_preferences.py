@@ -384,6 +384,19 @@ def test_reward_model_loss_is_finite_however_far_apart(size: float) -> None:
     assert value.item() == pytest.approx(max(-2 * size, 0.0)) and gradient.isfinite().all()
 
 
+def test_a_score_whose_row_does_not_train_decides_nothing() -> None:
+    columns = {"chosen": torch.tensor([True, False, True, False]), "pair_id": ["a", "a", "b", "b"]}
+    mask = torch.tensor([[0.0], [1.0], [1.0], [1.0]])
+    found = []
+    for unseen in (3.0, math.nan):
+        scores = torch.tensor([unseen, 2.0, 1.0, 1.0], dtype=F64, requires_grad=True)
+        value, _ = fr.apply_loss(losses.bradley_terry(center=0.1), {"scores": scores, **columns}, mask)
+        (gradient,) = torch.autograd.grad(value, scores)
+        assert (gradient[:2] == 0).all() and (gradient[2:] != 0).all()
+        found.append(value.item())
+    assert found == pytest.approx([2 * (math.log(2) + 0.1 * 4) / 3] * 2)  # of three rows that train, two have a pair
+
+
 def test_centring_pulls_the_mean_of_scores_to_0_and_leaves_their_difference() -> None:
     scores = torch.tensor([5.0, 4.0], dtype=F64, requires_grad=True)
     columns = {"scores": scores, "chosen": torch.tensor([True, False]), "pair_id": ["p", "p"]}
