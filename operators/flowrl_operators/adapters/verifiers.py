@@ -65,8 +65,7 @@ def task(
             what was there at the end. False gives it the messages only, for environments that answer otherwise each time.
         options: of `fr.Data`.
     """
-    made, frozen = freeze(environment), freeze(dict(settings or {}))
-    source = _source(environment, frozen)
+    source = _source(environment, settings)
     rows = source.rows(size)
     table: dict[str, Any] = {
         "task_number": list(range(len(rows))),
@@ -74,7 +73,7 @@ def task(
         **{n: c.to_pylist() for n, c in datasets._prompts([row["prompt"] for row in rows], tokenizer).items()},
     }
     listed = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    config = {"environment": made, "settings": frozen}
+    config = {"environment": environment, "settings": dict(settings or {})}
     scored = reward.bind(**config, parts=tuple(parts), replay=replay)
     return Task(fr.Data(listed, **options), scored, Episodes(**config) if source.has_turns else None)
 
@@ -98,7 +97,7 @@ def reward(
     A response that an environment took part in is cut into turns at `FRAME`; a policy that writes the frame itself only
     takes words out of its own answer.
     """
-    source = _source(environment, freeze(dict(settings or {})))
+    source = _source(environment, settings)
     turns = _turns(response)
     value, metrics = source.score(int(task_number), turns, replay)
     missing = [name for name in parts if name not in metrics]
@@ -112,7 +111,7 @@ class Episodes:
     """The environment of a rollout: an environment of verifiers that answers turn by turn."""
 
     def __init__(self, environment: Any, settings: Any = None) -> None:
-        self.source = _source(environment, freeze(dict(settings or {})))
+        self.source = _source(environment, settings)
 
     def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode of the row's task."""
@@ -139,8 +138,9 @@ def _turns(response: str) -> list[tuple[str, str | None]]:
 # ---------------------------------------------------------------------------------------------------- two generations
 
 
-def _source(environment: Any, settings: Any) -> Any:
-    return _made(environment, settings)
+def _source(environment: Any, settings: Mapping[str, Any] | None) -> Any:
+    """The environment, made once for each name (or function) and settings."""
+    return _made(environment, freeze(dict(settings or {})))
 
 
 @functools.lru_cache(maxsize=16)
@@ -152,8 +152,8 @@ def _made(environment: Any, settings: Any) -> Any:
     if hasattr(made, "load") and hasattr(made, "__iter__"):
         return _TaskSet(made)
     raise ConfigError(
-        f"'{environment}' made a {type(made).__name__}; an environment of verifiers has get_dataset() and a rubric, a task set "
-        "has load()"
+        f"an environment of verifiers has get_dataset() and a rubric, a task set has load(); '{environment}' made neither but "
+        f"{type(made).__name__}"
     )
 
 

@@ -1,6 +1,7 @@
 """TRL's reward functions in a flow, and FlowRL's rewards in TRL's trainer."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def learn(prompts, policy):
     return fr.select(rows, "reward", "advantage")
 
 
-def test_it_is_part_of_a_graph_and_of_its_text() -> None:
+def test_it_is_part_of_a_graph_and_of_its_text(tmp_path: Path) -> None:
     assert learn.check() == ()
     text = fr.to_text(learn.graph())
     assert "by_answer" in text
@@ -92,6 +93,7 @@ def test_it_is_part_of_a_graph_and_of_its_text() -> None:
         prompts=[{"prompt": "3?", "answer": "3"}],
         policy="null",
         progress="off",
+        out=tmp_path,
     )
     assert set(run.rows()["reward"].tolist()) <= {0.0, 1.0}
 
