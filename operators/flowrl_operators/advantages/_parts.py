@@ -22,7 +22,7 @@ def _locality(*, over: str, by: str, scale: str = "group", baseline: str = "grou
     return fr.group(by) if over == "none" and "batch" not in scale + baseline else fr.Locality("batch")
 
 
-@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_locality)
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_locality, many_groups=True)
 def multi_reward(
     group: fr.SAMPLE.str.named_by("by"),
     loss_mask: fr.TOKEN.bool = None,
@@ -63,7 +63,7 @@ def multi_reward(
     return _combined(group, loss_mask, part, weights, norm, order, counts, missing, over, again)
 
 
-@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_locality)
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=_locality, many_groups=True)
 def gdpo(
     group: fr.SAMPLE.str.named_by("by"),
     loss_mask: fr.TOKEN.bool = None,
