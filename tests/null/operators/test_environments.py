@@ -94,3 +94,24 @@ def test_the_example_tools_work_and_run_no_code() -> None:
     assert "Lima" in str(answer(box, call("search", query="the capital of Peru")))
     assert "\n7\n" in str(answer(box, call("python", expression="1 + 2 * 3")))
     assert "error: ValueError: only numbers" in str(answer(box, call("python", expression="__import__('os')")))
+
+
+# --- asking once, and saying what is wrong --------------------------------------------------------------------------------
+
+
+def hint(row: dict[str, str], response: str) -> str | None:
+    return None if response == row["answer"] else f"not {response}"
+
+
+def test_a_single_turn_ends_with_the_answer() -> None:
+    box = environments.single_turn().build()
+    assert box.step(box.reset({"prompt": "p"}), "anything") is None
+
+
+def test_feedback_is_given_until_there_is_none_or_tries_are_used_up() -> None:
+    box = environments.feedback(hint, tries=3).build()
+    state = box.reset({"answer": "4"})
+    assert [box.step(state, text) for text in ("1", "2", "3")] == ["not 1", "not 2", None]
+    assert box.step(box.reset({"answer": "4"}), "4") is None
+    with pytest.raises(ConfigError, match="tries of at least 1"):
+        environments.feedback(hint, tries=0).build()
