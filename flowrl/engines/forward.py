@@ -31,6 +31,10 @@ SLICE_ELEMENTS = 2**26
 """Most logits (tokens x vocabulary) held at once: 256 MiB in fp32."""
 
 
+LEAST_LOG_P = -1e4
+"""exp of this is exactly 0 in every float type, so a token that cannot be drawn (logit -inf) adds 0 to an entropy, not NaN."""
+
+
 class TokenStats(torch.autograd.Function):
     """Log-probability of the target and entropy from logits, saving one [T, V] tensor instead of one per operation.
 
@@ -44,7 +48,8 @@ class TokenStats(torch.autograd.Function):
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - logz
         entropy = None
         if with_entropy:
-            entropy = logz - ((logits - logz[:, None]).exp_() * logits).sum(-1)
+            log_p = (logits - logz[:, None]).clamp_min_(LEAST_LOG_P)
+            entropy = log_p.exp().mul_(log_p).sum(-1).neg_()
         ctx.save_for_backward(logits, targets, logz, entropy)
         return logprobs, entropy
 
@@ -57,7 +62,12 @@ class TokenStats(torch.autograd.Function):
         log_p = logits - logz[:, None]
         p = log_p.exp()
         if entropy is not None and grad_entropy is not None:
-            scale = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None])
+            scale = (
+                log_p.clamp_min_(LEAST_LOG_P)
+                .add_(entropy[:, None])
+                .mul_(-grad_entropy[:, None])
+                .sub_(grad_logprobs[:, None])
+            )
             grad = p.mul_(scale)
         else:
             grad = p.mul_(-grad_logprobs[:, None])

@@ -46,7 +46,7 @@ def answer(
     given = {ours: theirs for ours, theirs in columns.items() if theirs in case.inputs}
     found = loss_and_gradient(case, loss, given, **options)
     for theirs, ours in (figures or {}).items():
-        if theirs in case.outputs:
+        if theirs in case.outputs and case.array("mask").any():  # the mean of nothing is no figure
             found[theirs] = count * metric(case, loss, given, ours)
     return guarded(case, found, "grad_log_prob")
 
@@ -161,7 +161,8 @@ def nemo(case: Case, found: re.Match[str]) -> Any:
         dual = p.get("ratio_clip_c")
         loss = losses.ppo_clip(low, high=high, dual=dual, level=level, length_eps=ADDED, log_ratio_clip=None)
     if beta := p.get("reference_policy_kl_penalty"):
-        loss = loss + beta * losses.kl("k3", importance="value", against=None, value_clip=10.0)
+        kind = p.get("reference_policy_kl_type", "k3")
+        loss = loss + beta * losses.kl(kind, importance="value", against=None, value_clip=10.0)
     return answer(case, loss, old=old, **corrections.nemo_average(case))
 
 
@@ -324,26 +325,16 @@ TRL_FIGURES = {
 }
 
 
+TRL_LEVELS = {"token": "token", "sequence": "geometric", "sequence_token": "geometric_token"}
+
+
 def trl(case: Case, found: re.Match[str]) -> Any:
     p = case.params
-    low, high = p["epsilon_low"], p["epsilon_high"]
-    figures = TRL_FIGURES
-    match p["loss_type"]:
-        case "cispo":
-            loss, figures = losses.cispo(high - 1, log_ratio_clip=None), {"cispo_clip_ratio": "pushed_fraction"}
-        case "sapo":
-            positive, negative = p.get("sapo_temperature_pos", 1.0), p.get("sapo_temperature_neg", 1.05)
-            # it holds the temperatures in float32
-            loss = losses.sapo(
-                float(np.float32(positive)), negative_tau=float(np.float32(negative)), log_ratio_clip=None
-            )
-        case "vespo":
-            loss, figures = losses.vespo(), {}
-        case _:
-            level = "geometric" if p["importance_sampling_level"] == "sequence" else "token"
-            loss = losses.ppo_clip(low, high=high, dual=p.get("delta"), level=level, log_ratio_clip=None)
-            if level != "token":
-                figures = {}  # of rows there; ours are of tokens
+    loss = trl_policy(p)
+    is_per_row = p.get("importance_sampling_level", "token") != "token"  # so are its figures; ours are of tokens
+    figures = {} if is_per_row or p["loss_type"] in ("sapo", "vespo") else TRL_FIGURES
+    if p["loss_type"] == "cispo":
+        figures = {"cispo_clip_ratio": "pushed_fraction"}
     if share := p.get("top_entropy_quantile"):
         loss = loss * losses.top_entropy(share)
     if beta := p.get("beta"):
@@ -351,6 +342,26 @@ def trl(case: Case, found: re.Match[str]) -> Any:
     if coef := p.get("entropy_coef"):
         return trl_with_entropy(case, loss, coef)
     return answer(case, loss, figures=figures, **corrections.trl_average(case))
+
+
+def trl_policy(p: dict[str, Any]) -> fr.Loss:
+    """The policy term alone."""
+    match p["loss_type"]:
+        case "cispo":  # its bound is that of the ratio itself
+            return losses.cispo(p["epsilon_high"] - 1, log_ratio_clip=None)
+        case "sapo":  # it holds the temperatures in float32
+            positive, negative = p.get("sapo_temperature_pos", 1.0), p.get("sapo_temperature_neg", 1.05)
+            tau, negative_tau = float(np.float32(positive)), float(np.float32(negative))
+            return losses.sapo(tau, negative_tau=negative_tau, log_ratio_clip=None)
+        case "vespo":
+            power = (p.get("vespo_k_pos", 2.0), p.get("vespo_k_neg", 3.0))
+            decay = (p.get("vespo_lambda_pos", 3.0), p.get("vespo_lambda_neg", 2.0))
+            return losses.vespo(power=power, decay=decay)
+    level = TRL_LEVELS[p.get("importance_sampling_level", "token")]
+    # its two-sided bound is the dual clip's where it lies above 1 + epsilon_high
+    return losses.ppo_clip(
+        p["epsilon_low"], high=p["epsilon_high"], dual=p.get("delta"), level=level, log_ratio_clip=None
+    )
 
 
 def trl_kl(p: dict[str, Any]) -> fr.Loss:
@@ -431,7 +442,7 @@ PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"openrlhf\.(gspo|ppo_(token|sample|dual_clip)).*", openrlhf),
     (r"nemo\.(cispo|grpo_\w+|gspo\w*|ppo_(dual_clip_higher|sequence|token|dual_clip)|reinforce).*", nemo),
     (r"areal\.(gspo|ppo|sapo).*", areal),
-    (r"skyrl\.(?P<name>ppo|dual_clip|gspo|cispo|sapo|clip_cov|kl_cov|dppo_\w+)_sum", skyrl),
+    (r"skyrl\.(?P<name>ppo|dual_clip|gspo|cispo|sapo|clip_cov|kl_cov|dppo)(_\w+)?", skyrl),
     (r"slime\.(cispo|dual_clip|gspo|kl_loss_\w+|ppo_\w+).*", slime),
     (r"roll\.(?P<name>cispo|cispo_unified_mask|topr|kimi15|pg_vanilla|tis\w*|gspo|dual_clip|kl_loss_\w+|ppo_.*)", roll),
     (r"trl\.gmpo.*", trl_gmpo),
@@ -443,4 +454,7 @@ PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"prime\.(?P<name>ce|dppo_tv_kl|ipo_trust_region).*", prime),
 ]
 
-UNANSWERED: dict[str, str] = {**corrections.UNANSWERED, "vespo/phi_seq_mean": "a figure to log"}
+UNANSWERED: dict[str, str] = {
+    **corrections.UNANSWERED,
+    **dict.fromkeys(("vespo/phi_seq_mean", "cispo_clip_ratio", "kl"), "a figure to log"),
+}

@@ -1,0 +1,38 @@
+"""Entropy of the policy as a bonus, averaged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import flowrl as fr
+from flowrl.engines.forward import token_stats
+from flowrl_operators import losses
+from tests.golden.padded import tensor
+from tests.golden.pieces._policy_corrections import VERL_AVERAGES
+from tests.golden.runner import Contract
+from tests.golden.vectors import Case
+
+
+def verl(case: Case, found: re.Match[str]) -> Any:
+    """Its average of the entropy is minus our bonus, which is a loss."""
+    leaf, mask = tensor(case, "logits", grad=True), tensor(case, "mask")
+    flat = leaf.flatten(0, -2)
+    _, entropy = token_stats(flat, torch.zeros(len(flat), dtype=torch.int64), with_entropy=True)
+    assert entropy is not None
+    mode = case.params["loss_agg_mode"]
+    norm = {"average": "constant", "average_length": mask.shape[1]}
+    options = norm if mode == "seq-mean-token-sum-norm" else VERL_AVERAGES[mode]
+    value, _ = fr.apply_loss(losses.entropy_bonus(), {"entropy": entropy.view(mask.shape)}, mask, **options)
+    (gradient,) = torch.autograd.grad(-value, leaf)
+    if not mask.any():
+        return Contract("0 where no token trains", value.item() == 0 and not gradient.any())
+    return {"entropy_loss": -value.item(), "grad_logits": gradient.numpy()}
+
+
+CONVENTIONS: dict[str, Callable[[Case], Any]] = {}
+
+PATTERNS: list[tuple[str, Callable[..., Any]]] = [(r"verl\.(token|seq)-.*", verl)]
