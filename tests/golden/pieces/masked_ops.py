@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flowrl_operators import advantages
+from tests.golden.pieces._undefined import defined
 from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
 
@@ -77,5 +78,5 @@ PATTERNS = [
     (r"verl\.masked_var_(?P<kind>biased|unbiased)", variance),
     (r"verl\.masked_whiten(?P<keep>_keep_mean)?", whiten),
     (r"openrlhf\.masked_normalize(_\w+)?", normalize),
-    (r"areal\.masked_normalization(_\w+)?", normalization),
+    (r"areal\.masked_normalization(_\w+)?", defined(normalization)),
 ]
