@@ -87,6 +87,8 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._proven: set[bytes] = set()
         """Calls that some worker was ready for."""
+        self._refused: dict[bytes, str] = {}
+        """Calls that cannot run in a worker, and why."""
         self.pid = os.getpid()
 
     @property
@@ -108,6 +110,8 @@ class WorkerPool:
                 payload = pickle.dumps(call)
             except Exception as error:  # whatever its configuration or function says when it is pickled
                 raise CannotRun(f"{type(error).__name__}: {error}") from error
+            if payload in self._refused:
+                raise CannotRun(self._refused[payload])
             job = _Job(payload, rows, timeout_s)
             try:
                 self._work(job, min(workers, len(rows)))
@@ -154,6 +158,8 @@ class WorkerPool:
                 self._proven.add(job.payload)
                 return worker.send_row(job)
             case ("refused", str(why)) if worker.is_preparing:
+                worker.forget()
+                self._refused[job.payload] = why
                 raise CannotRun(why)
             case ("row", int(index), bytes(blob), error) if index == worker.row:
                 job.settle(index, _unpacked(blob, error))
@@ -252,6 +258,10 @@ class _Worker:
         self.is_preparing = True
         self.deadline = time.monotonic() + START_S
         return self._send(("use", job.payload))
+
+    def forget(self) -> None:
+        """It could not import the operator; it is free again."""
+        self.row, self.payload, self.is_preparing = None, b"", False
 
     def send_row(self, job: _Job) -> bool:
         assert self.row is not None
@@ -376,7 +386,8 @@ def serve(channel: int, lifeline: int) -> None:
     _die_with_the_other_end_of(lifeline)
     with contextlib.suppress(OSError), socket.socket(fileno=channel) as link:  # an operator may have closed it
         link.set_inheritable(False)
-        function, config = None, {}
+        function: Any = None
+        config: dict[str, Any] = {}
         while (body := _read_message(link)) is not None:
             match pickle.loads(body):
                 case ("use", payload):
@@ -423,7 +434,8 @@ def _found(payload: bytes) -> tuple[Any, dict[str, Any]]:
         raise TypeError(f"'{call.name}' is a {type(operator).__name__} in a worker, and no operator")
     if operator.hash != call.hash:
         raise ValueError(
-            f"'{call.name}' is another one in a worker: it was changed after it was imported, or is not unique"
+            f"'{call.name}' is another one in a worker (hash {operator.hash}, {call.hash} here): its source has changed since it "
+            "was imported"
         )
     return operator.function, {name: thaw(value) for name, value in call.config}
 

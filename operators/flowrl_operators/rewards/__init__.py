@@ -5,10 +5,13 @@ long gets NaN and says why in `row_error`. What works on columns (`overlong`, `c
 is there. `total` adds named parts.
 """
 
+from flowrl_operators.rewards._code import code, code_block
 from flowrl_operators.rewards._extract import ANSWER_TAG, BOXED, NUMBER, boxed, last_match
+from flowrl_operators.rewards._judge import judge
 from flowrl_operators.rewards._kl import adaptive_kl_shaped, kl_estimate, kl_penalised, kl_shaped, next_kl_coefficient
 from flowrl_operators.rewards._math import gsm8k, gsm8k_answer, math
 from flowrl_operators.rewards._parts import total
+from flowrl_operators.rewards._sandbox import sandbox_protects
 from flowrl_operators.rewards._shaping import brevity, cosine, overlong, repeated_share, repetition, stop_properly
 from flowrl_operators.rewards._text import (
     THINK,
@@ -36,12 +39,15 @@ __all__ = [
     "brevity",
     "choice",
     "choice_letter",
+    "code",
+    "code_block",
     "cosine",
     "exact",
     "f1",
     "format",
     "gsm8k",
     "gsm8k_answer",
+    "judge",
     "kl_estimate",
     "kl_penalised",
     "kl_shaped",
@@ -53,6 +59,7 @@ __all__ = [
     "regex",
     "repeated_share",
     "repetition",
+    "sandbox_protects",
     "short_answer",
     "stop_properly",
     "tags",
