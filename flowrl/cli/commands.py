@@ -109,10 +109,24 @@ def _say_where(out: str | None, name: str, how: str, began: float) -> None:
 
 
 def ops(args: argparse.Namespace) -> int:
-    """List operators, or show one."""
-    from flowrl.cli.ops import list_packs, show_operator
+    """List operators, show one, try them, or compare two versions."""
+    from flowrl.cli import ops as packed
 
-    return list_packs(args.pack) if args.ops_command == "list" else show_operator(args.operator)
+    match args.ops_command:
+        case "list":
+            return packed.list_packs(args.pack, as_json=args.json)
+        case "show":
+            return packed.show_operator(args.operator, as_json=args.json)
+        case "test":
+            return packed.test(args.operator, args.config, args.cases)
+    return packed.compat(args.old, args.new)
+
+
+def new(args: argparse.Namespace) -> int:
+    """Write a pack to begin with."""
+    from flowrl.cli.new import write_pack
+
+    return write_pack(args.name, Path(args.into))
 
 
 def runs(args: argparse.Namespace) -> int:
@@ -140,6 +154,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "run": run,
     "ops": ops,
+    "new": new,
     "runs": runs,
 }
 

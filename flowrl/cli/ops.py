@@ -1,26 +1,32 @@
-"""`flowrl ops`: what the installed packs offer."""
+"""`flowrl ops`: what the installed packs offer, whether it holds, and what changed."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli import description
 from flowrl.cli.commands import OK, PROBLEMS, table
 from flowrl.errors import ConfigError, PackError
 from flowrl.graph import packs
 from flowrl.graph.losses import LossFunction
-from flowrl.graph.operators import REQUIRED, Operator, OperatorCall
+from flowrl.graph.operators import REQUIRED, Operator
 from flowrl.recipe import targets
 
 
-def list_packs(only: str | None) -> int:
+def list_packs(only: str | None, *, as_json: bool = False) -> int:
     """Every pack with its operators and losses. A pack or module that cannot be imported is listed with the reason."""
     known = packs.packs()
     if only is not None:
         known = (_asked(lambda: packs.pack_named(only)),)
+    if as_json:
+        if len(known) != 1:
+            raise ConfigError(f"--json describes one pack: --pack {known[0].name if known else 'PACK'}")
+        print(description.text_of(description.of_pack(known[0])))
+        return OK
     if not known:
         print("no packs are installed; the first one is the distribution flowrl-operators")
         return OK
@@ -38,10 +44,12 @@ def list_packs(only: str | None) -> int:
     return PROBLEMS if failed else OK
 
 
-def show_operator(name: str) -> int:
+def show_operator(name: str, *, as_json: bool = False) -> int:
     """One operator or loss in full."""
-    packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
-    found: Any = _in_file(name) if ":" in name or name.endswith(".py") else _asked(lambda: packs.find(name), name)
+    found: Any = _named(name)
+    if as_json:
+        print(description.text_of(description.of_one(name, found)))
+        return OK
     is_loss = isinstance(found, LossFunction)
     rows = [["kind", "loss" if is_loss else "filter" if found.declared.is_filter else "operator"]]
     rows += [["defined", f"{found.name} ({found.place})"], ["hash", found.hash], ["locality", _locality(found)]]
@@ -64,6 +72,46 @@ def show_operator(name: str) -> int:
     if doc:
         print(f"\n{doc}")
     return OK
+
+
+def test(name: str, config: Sequence[str], cases: str | None) -> int:
+    """Try an operator, or everything of a pack, with the conformance kit."""
+    from flowrl.cli import ops_test
+
+    is_pack = "." not in name and ":" not in name
+    if is_pack:
+        _asked(lambda: packs.pack_named(name))
+    return ops_test.run_tests(name, ops_test.of_pack(name) if is_pack else {name: _named(name)}, config, cases)
+
+
+def compat(old: str, new: str) -> int:
+    """Say what the change from one version to another means for users."""
+    from flowrl.cli.compat import Level, compare, level_of
+
+    changes = compare(_described(old), _described(new))
+    level = level_of(changes)
+    print(f"{level}: {old} to {new}" if level else f"no change: {old} to {new}")
+    if changes:
+        print("\n" + table([[str(change.level), change.name, change.text] for change in changes]))
+    return PROBLEMS if level is Level.MAJOR else OK
+
+
+def _described(what: str) -> description.Description:
+    """The description of a pack, an operator, or one written by --json."""
+    if what.endswith(".json"):
+        return description.read_file(what)
+    if "." not in what and ":" not in what:
+        return description.of_pack(_asked(lambda: packs.pack_named(what)))
+    return description.of_one(what, _named(what))
+
+
+def _named(name: str) -> Operator | LossFunction:
+    """The operator or loss that `PACK.OPERATOR`, `FILE.py:NAME` or `module:NAME` names."""
+    packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
+    if ":" in name or name.endswith(".py"):
+        return _in_file(name)
+    found: Operator | LossFunction = _asked(lambda: packs.find(name), name)
+    return found
 
 
 def _in_file(target: str) -> Operator | LossFunction:
@@ -103,15 +151,10 @@ def _column(found: Operator | LossFunction, column: str) -> str:
     return default if isinstance(default, str) else f"<{column[1:]}>"
 
 
-def _default(found: Operator) -> OperatorCall | None:
-    """The operator with its default configuration, where every value has a default."""
-    return None if any(value is REQUIRED for value in found.defaults.values()) else found.bind()
-
-
 def _writes(found: Operator) -> str:
     if not callable(found.declared.writes):
         return ", ".join(found.declared.writes) or "(keeps rows)"
-    call = _default(found)
+    call = description.with_defaults(found)
     return ", ".join(column.name for column in call.writes) if call is not None else "by configuration"
 
 
@@ -120,7 +163,7 @@ def _written(found: Operator) -> list[str]:
     writes = found.declared.writes
     if not callable(writes):
         return [f"{column}: {kind}" for column, kind in writes.items()] or ["no columns; says which rows to keep"]
-    call = _default(found)
+    call = description.with_defaults(found)
     if call is None:
         return ["depends on the configuration"]
     return [f"{column.name}: {column.type} (by default)" for column in call.writes]
@@ -130,5 +173,5 @@ def _locality(found: Operator | LossFunction) -> str:
     declared = found.properties["locality"] if isinstance(found, LossFunction) else found.declared.locality
     if not callable(declared) or isinstance(found, LossFunction):
         return str(declared)
-    call = _default(found)
+    call = description.with_defaults(found)
     return f"{call.locality} by default" if call is not None else "by configuration"

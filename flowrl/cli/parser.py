@@ -26,6 +26,7 @@ examples:
   flowrl show examples/grpo.py --format mermaid         draw it
   flowrl run examples/grpo.py --engine null --data prompts=train.jsonl
   flowrl ops list                                       operators of the installed packs
+  flowrl new pack my-rewards                            a pack of your own, ready to install
   flowrl COMMAND --help                                 more on each""",
     "check": """\
 examples:
@@ -59,15 +60,47 @@ settings (TOML; relative paths are relative to the file):
     "ops": """\
 examples:
   flowrl ops list
-  flowrl ops show core.group_norm""",
+  flowrl ops show core.group_norm
+  flowrl ops test my_flow.py:my_advantage
+  flowrl ops compat before.json my-pack""",
     "ops list": """\
 examples:
   flowrl ops list
-  flowrl ops list --pack core""",
+  flowrl ops list --pack core
+  flowrl ops list --pack core --json > core-0.1.json    for a later `ops compat`""",
     "ops show": """\
 examples:
   flowrl ops show core.group_norm
-  flowrl ops show my_flow.py:my_advantage""",
+  flowrl ops show my_flow.py:my_advantage
+  flowrl ops show my_flow.py:my_advantage --json > before.json""",
+    "ops test": """\
+examples:
+  flowrl ops test core.group_norm
+  flowrl ops test my_flow.py:my_advantage --config scale=0.5
+  flowrl ops test my-pack --cases tests/test_conformance.py:CASES
+
+Tries what `flowrl.testing.check_operator` and `check_loss` try. The dict that --cases names has, for each operator that needs
+some, their keyword arguments: {"losses.clipped": {"stop_gradient": "the ratio weighs"}}.""",
+    "ops compat": """\
+examples:
+  flowrl ops compat core-0.1.json core
+  flowrl ops compat old.py:my_advantage new.py:my_advantage
+
+Says major, minor or patch, with the reasons, and exits with 1 when it is major:
+  major   a read is added that must be there; a write, an operator or a configuration value is gone, a type, the locality, the
+          granularity or a default is another one
+  minor   an optional read, a write, an operator or a configuration value with a default is added
+  patch   the code differs and nothing that is declared: numbers may differ""",
+    "new": """\
+example:
+  flowrl new pack my-rewards""",
+    "new pack": """\
+examples:
+  flowrl new pack my-rewards
+  flowrl new pack my-rewards --into ~/projects
+
+Writes the folder flowrl-my-rewards: an operator, a loss, their tests, a workflow that runs them, a README. Then
+  pip install -e 'flowrl-my-rewards[dev]' && pytest flowrl-my-rewards && flowrl ops list""",
     "runs": """\
 example:
   flowrl runs show runs/grpo-1""",
@@ -134,8 +167,25 @@ def build_parser(version: str, options_help: str) -> Parser:
     ops_commands = ops.add_subparsers(dest="ops_command", metavar="COMMAND", required=True, parser_class=Parser)
     listed = _command(ops_commands, "ops list", "operators of every pack, with what they read and write")
     listed.add_argument("--pack", metavar="PACK", help="only this pack")
+    listed.add_argument("--json", action="store_true", help="one pack as JSON, for `ops compat`")
     shown = _command(ops_commands, "ops show", "one operator in full: columns, locality, configuration, hash, place")
     shown.add_argument("operator", metavar="OPERATOR", help="PACK.OPERATOR, or FILE.py:NAME for one of yours")
+    shown.add_argument("--json", action="store_true", help="as JSON, for `ops compat`")
+    tested = _command(ops_commands, "ops test", "try an operator, a loss or a whole pack with the conformance kit")
+    tested.add_argument("operator", metavar="OPERATOR", help="PACK.OPERATOR, PACK, or FILE.py:NAME for one of yours")
+    _pairs(tested, "--config", "KEY=VALUE", "configuration to try one operator with; default: its defaults")
+    tested.add_argument("--cases", metavar="FILE.py:NAME", help="a dict with what operators need to be tried")
+    compared = _command(ops_commands, "ops compat", "what the change from one version to another means for users")
+    for name in ("old", "new"):
+        compared.add_argument(
+            name, metavar=name.upper(), help="PACK, PACK.OPERATOR, FILE.py:NAME, or a FILE.json written by --json"
+        )
+
+    made = _command(commands, "new", "write something to begin with")
+    made_commands = made.add_subparsers(dest="new_command", metavar="COMMAND", required=True, parser_class=Parser)
+    pack = _command(made_commands, "new pack", "a pack of operators with tests, ready to install")
+    pack.add_argument("name", metavar="NAME", help="of the pack: my-rewards gives flowrl-my-rewards, flowrl_my_rewards")
+    pack.add_argument("--into", metavar="DIR", default=".", help="folder it is written into; default: here")
 
     runs = _command(commands, "runs", "look at runs that were written")
     runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)

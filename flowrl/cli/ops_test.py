@@ -1,0 +1,124 @@
+"""`flowrl ops test`: the conformance kit from the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.cli.commands import OK, PROBLEMS, table
+from flowrl.errors import ConfigError
+from flowrl.graph import packs
+from flowrl.graph.losses import LossFunction
+from flowrl.graph.operators import Operator
+from flowrl.recipe import targets
+from flowrl.recipe.typed import parse_value
+
+
+def run_tests(name: str, found: Mapping[str, Operator | LossFunction], config: Sequence[str], cases: str | None) -> int:
+    """Try every property of what was found; print a table and what is wrong."""
+    settings = settings_of(cases, found)
+    if config:
+        if len(found) != 1:
+            raise ConfigError(
+                f"--config is for one operator; '{name}' names {len(found)}: settings of several come by --cases"
+            )
+        key = next(iter(found))
+        settings[key] = {**settings.get(key, {}), "config": _pairs(config)}
+    return _one(name, found, settings) if len(found) == 1 else _many(name, found, settings)
+
+
+def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The dict that FILE.py:NAME names: for each operator the keyword arguments of `flowrl.testing.check_operator`."""
+    if cases is None:
+        return {}
+    given = targets.find(cases)
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        raise ConfigError(
+            f"--cases names a dict of operators' names to keyword arguments of flowrl.testing.check_operator; {cases} is a "
+            f"{type(given).__name__}"
+        )
+    return {name: dict(value) for key, value in given.items() for name in found if _is_meant(key, name)}
+
+
+def _is_meant(key: str, name: str) -> bool:
+    """Whether a key such as `advantages.centred` names `core.centred`, `core.advantages.centred` or `file.py:centred`."""
+    if key == name:
+        return True
+    parts, asked = re.split("[.:]", name), re.split("[.:]", key)
+    same = min(len(parts), len(asked))
+    return parts[-1] == asked[-1] and (parts[-same:] == asked[-same:] or len(parts) == 2 or ":" in name)
+
+
+def _one(title: str, found: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> int:
+    ((name, one),) = found.items()
+    cases = _cases(name, one, settings.get(name, {}))
+    wrong = {case.property: "" if case.skipped else case.failure() for case in cases}
+    rows = [
+        [
+            case.property,
+            "skipped" if case.skipped else "fails" if wrong[case.property] else "ok",
+            case.skipped or case.says,
+        ]
+        for case in cases
+    ]
+    print(f"{title}\n\n{table(rows)}")
+    return _told([message for message in wrong.values() if message])
+
+
+def _many(title: str, found: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> int:
+    from flowrl.testing._cases import failures
+
+    rows: list[list[str]] = []
+    wrong: list[str] = []
+    for name, one in found.items():
+        try:
+            cases = _cases(name, one, settings.get(name, {}))
+        except ConfigError as error:
+            rows.append([name, "not tried", ""])
+            wrong.append(f"{name} is not tried: {error}")
+            continue
+        told = failures(cases)
+        tried = [case for case in cases if not case.skipped]
+        skipped = [case.property for case in cases if case.skipped]
+        rows.append([name, "fails" if told else "ok" if tried else "skipped", f"{len(tried)} properties"])
+        if skipped:
+            rows[-1][2] += f", skipped: {', '.join(skipped)}"
+        wrong.extend(told)
+    print(f"{title}\n\n{table(rows)}")
+    return _told(wrong)
+
+
+def _told(wrong: list[str]) -> int:
+    if not wrong:
+        return OK
+    print("\n" + "\n\n".join(wrong))
+    return PROBLEMS
+
+
+def _cases(name: str, one: Operator | LossFunction, settings: Mapping[str, Any]) -> Any:
+    from flowrl.testing import loss_cases, operator_cases
+
+    make: Any = operator_cases if isinstance(one, Operator) else loss_cases
+    try:
+        return make(one, name=name, **settings)
+    except TypeError as error:  # keyword arguments of a dict somebody wrote
+        raise ConfigError(f"the settings of '{name}' do not fit: {error}") from error
+
+
+def _pairs(config: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for item in config:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--config takes KEY=VALUE; found {item!r}")
+        found[key.strip()] = parse_value(value)
+    return found
+
+
+def of_pack(name: str) -> dict[str, Operator | LossFunction]:
+    """Everything a pack offers. Errors: ConfigError with the module that cannot be imported."""
+    contents = packs.contents(name)
+    for module, reason in contents.failures.items():
+        raise ConfigError(f"{module} of pack '{name}' cannot be imported: {reason}")
+    return {**contents.operators, **contents.losses}
