@@ -262,7 +262,7 @@ def part_by_length(
     equal_size: bool = False,
     quadratic: float = 0.0,
 ):
-    """Share rows out to `parts` parts of nearly equal work: `part`, from 0.
+    """Share rows out to `parts` parts of nearly equal work: `part`, from 0. Fewer rows than parts leave the last parts empty.
 
     Work is tokens + quadratic * tokens^2, prompt and response together.
 
@@ -274,7 +274,11 @@ def part_by_length(
     if method not in METHODS:
         raise ConfigError(f"part_by_length method is one of {', '.join(METHODS)}; found {method!r}")
     share = balanced_parts if method == "balanced" else greedy_parts
-    return _numbered(share(_work(response_ids, prompt_ids, quadratic), parts, equal_size=equal_size), len(response_ids))
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ConfigError(f"part_by_length needs a number of parts of at least 1; found {parts!r}")
+    count = len(response_ids)
+    work = _work(response_ids, prompt_ids, quadratic)
+    return _numbered(share(work, min(parts, count), equal_size=equal_size) if count else [], count)
 
 
 @fr.operator(writes={"micro_batch": fr.SAMPLE.i32}, locality="batch")

@@ -27,7 +27,7 @@ def reward(
     *,
     columns: Sequence[str] | None = None,
     messages: bool = False,
-    none: float = float("nan"),
+    none: float | None = None,
     out: str = "reward",
     locality: str = "batch",
     timeout_s: float | None = 60.0,
@@ -44,8 +44,8 @@ def reward(
         columns: those it gets beside the three; None takes them from its signature, where `**kwargs` tells of none.
         messages: prompts and completions are chat messages (`[{"role": "user", "content": ...}]`), as in TRL where the data
             set is conversational. Else they are text.
-        none: reward of a row for which it answers None, "does not apply". NaN says nothing: group statistics leave it out,
-            as TRL's sums over several functions do.
+        none: reward of a row for which it answers None, "does not apply". None makes it NaN, which says nothing: group
+            statistics leave it out, as TRL's sums over several functions do.
         out: the column written.
         locality: `"batch"` shows it all rows of the step at once; `"row"` if each answer depends on its own row only.
         timeout_s: seconds for all rows together.
@@ -82,7 +82,8 @@ def _scored(*values: Any, **options: Any) -> np.ndarray:
             f"reward function '{getattr(function, '__name__', function)}' returned {len(scores)} rewards for "
             f"{len(given['prompts'])} rows"
         )
-    return np.asarray([options["none"] if score is None else float(score) for score in scores], np.float64)
+    nothing = float("nan") if options["none"] is None else options["none"]
+    return np.asarray([nothing if score is None else float(score) for score in scores], np.float64)
 
 
 def _plain(column: Any) -> list[Any]:
@@ -98,7 +99,7 @@ def _declared() -> fr.Operator:
         function: Any,
         columns: Any = (),
         messages: bool = False,
-        none: float = float("nan"),
+        none: float | None = None,
         out: str = "reward",
         reads_ids: bool = True,
     ) -> Any: ...

@@ -10,6 +10,7 @@ import flowrl as fr
 from flowrl.errors import ConfigError, DataError, OperatorError
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
+from flowrl.testing import operator_cases
 from flowrl_operators import adapters, advantages, rewards
 
 TYPES = {
@@ -96,6 +97,15 @@ def test_it_is_part_of_a_graph_and_of_its_text(tmp_path: Path) -> None:
         out=tmp_path,
     )
     assert set(run.rows()["reward"].tolist()) <= {0.0, 1.0}
+
+
+def lengths(prompts, completions):
+    return [len(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("case", operator_cases(adapters.trl.reward(lengths)), ids=str)
+def test_conformance(case) -> None:
+    case.check()
 
 
 # --- the other way ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import flowrl as fr
 from flowrl.errors import ConfigError, DataError, SchemaError
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
+from flowrl.testing import operator_cases
 from flowrl_operators import adapters, advantages, rewards
 
 # --- reward functions ---------------------------------------------------------------------------------------------------
@@ -99,6 +100,22 @@ def test_data_in_verls_form() -> None:
     rows[0]["prompt"] = [{"role": "system", "content": "x"}, *rows[0]["prompt"]]  # type: ignore[misc]
     with pytest.raises(DataError, match=r"2 messages \(system, user\)"):
         adapters.verl.data(rows)
+
+
+def anything(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) + (extra_info or {}).get("bonus", 0)
+
+
+CASES = operator_cases(
+    adapters.verl.reward,
+    config=[{"function": anything}],
+    columns={"extra_info": lambda rng, n: [json.dumps({"bonus": int(rng.integers(3))}) for _ in range(n)]},
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_conformance(case) -> None:
+    case.check()
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
+from flowrl.testing import operator_cases
 from flowrl_operators import filters
 
 NAN = float("nan")
@@ -136,3 +137,21 @@ def test_fresh_keeps_more_the_more_is_allowed(versions: list[int], most: int) ->
     few, many = filters.fresh(least, most=most), filters.fresh(least, most=most + 1)
     assert (few <= many).all()
     assert Counter(few.tolist())[True] >= versions.count(max(versions))
+
+
+CASES = [
+    *operator_cases(
+        filters.group_has_signal,
+        config=[{}, {"over": "others", "unbiased": True}, {"rounding": "counts", "single": "keep", "unknown": "keep"}],
+    ),
+    *operator_cases(filters.group_mean_between),
+    *operator_cases(filters.length, config=[{}, {"of": "all", "most": 4, "truncated": "drop"}]),
+    *operator_cases(filters.fresh, config=[{}, {"most": 2}]),
+    *operator_cases(filters.top, config=[{}, {"k": 2, "least": 0.5}]),
+    *operator_cases(filters.best_and_worst),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_conformance(case) -> None:  # type: ignore[no-untyped-def]
+    case.check()

@@ -10,6 +10,7 @@ import flowrl as fr
 from flowrl.errors import ConfigError, DataError
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
+from flowrl.testing import operator_cases
 from flowrl_operators import advantages, samplers
 
 lengths = st.lists(st.integers(0, 60), min_size=1, max_size=24)
@@ -141,6 +142,14 @@ def test_operators_number_parts_and_batches() -> None:
     assert alone.tolist() == [0, 1, 2, 3]
 
 
+def test_fewer_rows_than_parts_leave_parts_empty() -> None:
+    ids = fr.Ragged.of([[1], [1, 2]], np.int32)
+    assert sorted(samplers.part_by_length(ids, parts=4)) == [0, 1]
+    assert len(samplers.part_by_length(fr.Ragged.of([], np.int32), parts=4)) == 0
+    with pytest.raises(ConfigError, match="at least 1"):
+        samplers.part_by_length(ids, parts=0)
+
+
 def test_attention_may_weigh_more_than_tokens() -> None:
     ids = fr.Ragged.of([[1] * n for n in (6, 3, 3)], np.int32)
     assert sorted(np.bincount(samplers.part_by_length(ids, parts=2))) == [1, 2]
@@ -187,3 +196,16 @@ def test_a_mask_under_another_name_leaves_the_loss_mask_alone() -> None:
     assert [column.name for column in call.writes] == ["fresh"]
     with pytest.raises(ConfigError, match="most"):
         samplers.mask_stale(fr.Ragged.of([[True]]), np.asarray([1]), most=True)
+
+
+PLACES = {"order": "rows of equal length are told apart by their place"}
+CASES = [
+    *operator_cases(samplers.part_by_length, config=[{"parts": 3}, {"parts": 2, "method": "greedy"}], skip=PLACES),
+    *operator_cases(samplers.batch_by_tokens, config=[{"max_tokens": 4}], skip=PLACES),
+    *operator_cases(samplers.mask_stale, config=[{}, {"most": 1, "out": "fresh"}]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_conformance(case) -> None:  # type: ignore[no-untyped-def]
+    case.check()
