@@ -45,7 +45,7 @@ def balanced_parts(lengths: Sequence[float] | np.ndarray, parts: int, *, equal_s
     costs, parts = _checked(lengths, parts, "balanced_parts")
     ascending = np.argsort(costs, kind="stable").tolist()
     values = costs.tolist()
-    single = [_Pile(values[row], 1, row, row) for row in ascending]
+    single: list[Pile] = [(values[row], 1, row, row) for row in ascending]
     if equal_size:
         # rows that are not there are the shortest of all, so each part misses at most one
         whole = [_EMPTY] * (-len(single) % parts) + single
@@ -56,46 +56,39 @@ def balanced_parts(lengths: Sequence[float] | np.ndarray, parts: int, *, equal_s
     heapq.heapify(heap)
     while len(heap) > 1:
         one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
-        heapq.heappush(heap, _ranked([a.with_(b) for a, b in zip(one, reversed(other), strict=True)]))
-    return [pile.rows() for pile in heap[0][-1]]
+        heapq.heappush(heap, _ranked([_together(a, b) for a, b in zip(one, reversed(other), strict=True)]))
+    return [_rows(pile) for pile in heap[0][-1]]
 
 
-class _Pile:
-    """Rows of one part, with their sum. Rows are kept as a tree, so that putting two piles together copies none."""
+Pile = tuple[float, int, int, Any]
+"""Rows of one part: (sum, number, first row, tree of rows). A tree, so that putting two together copies none. Two piles that
+hold rows differ in their first, so piles compare as the tuples they are."""
 
-    __slots__ = ("count", "first", "total", "tree")
-
-    def __init__(self, total: float, count: int, first: int, tree: Any) -> None:
-        self.total, self.count, self.first, self.tree = total, count, first, tree
-
-    def with_(self, other: _Pile) -> _Pile:
-        if not self.count or not other.count:
-            return self if self.count else other
-        return _Pile(self.total + other.total, self.count + other.count, self.first, (self.tree, other.tree))
-
-    @property
-    def rank(self) -> tuple[float, int, int]:
-        return (self.total, self.count, self.first)
-
-    def rows(self) -> np.ndarray:
-        found, waiting = [], [self.tree]
-        while waiting:
-            node = waiting.pop()
-            if isinstance(node, tuple):
-                waiting.extend(node)
-            elif node is not None:
-                found.append(node)
-        return np.sort(np.asarray(found, np.int64))
+_EMPTY: Pile = (0, 0, -1, None)
 
 
-_EMPTY = _Pile(0, 0, -1, None)
+def _together(one: Pile, other: Pile) -> Pile:
+    if not one[1] or not other[1]:
+        return one if one[1] else other
+    return (one[0] + other[0], one[1] + other[1], one[2], (one[3], other[3]))
 
 
-def _ranked(piles: list[_Pile]) -> tuple[Any, ...]:
+def _ranked(piles: list[Pile]) -> tuple[Any, ...]:
     """Piles from the greatest down, behind what a heap sorts by: the greatest difference first, then the greatest pile."""
-    piles = sorted(piles, key=lambda pile: pile.rank, reverse=True)
-    total, count, first = piles[0].rank
-    return (piles[-1].total - total, -total, -count, -first, piles)
+    piles.sort(reverse=True)
+    total, count, first, _ = piles[0]
+    return (piles[-1][0] - total, -total, -count, -first, piles)
+
+
+def _rows(pile: Pile) -> np.ndarray:
+    found, waiting = [], [pile[3]]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, tuple):
+            waiting.extend(node)
+        elif node is not None:
+            found.append(node)
+    return np.sort(np.asarray(found, np.int64))
 
 
 def greedy_parts(
