@@ -130,7 +130,9 @@ class Kit:
     def job(self, rows: TokenRows, loss: Any, mask: Any = None, **options: Any) -> UpdateJob:
         ids = rows.response_ids
         full = Ragged.like(np.ones(len(ids.values), bool), ids) if mask is None else Ragged.of(mask, bool)
-        average = Average(options.pop("average", "token_mean"), options.pop("average_length", None))
+        average = options.pop("average", "token_mean")
+        if isinstance(average, str):
+            average = Average(average, options.pop("average_length", None))
         return UpdateJob(rows, full, options.pop("columns", {}), loss, average, **options)
 
     def plain_logprobs(
