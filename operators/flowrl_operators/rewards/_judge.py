@@ -131,6 +131,9 @@ def _asked(url: str, body: Mapping[str, Any], key: str | None, timeout_s: float,
             request = urllib.request.Request(url, data, headers)
             with urllib.request.urlopen(request, timeout=timeout_s) as found:
                 text = found.read(MAX_REPLY_BYTES + 1)
+                whole = found.headers.get("Content-Length") or ""
+            if whole.isdigit() and len(text) < min(int(whole), MAX_REPLY_BYTES):
+                raise http.client.IncompleteRead(text, int(whole) - len(text))
             return _content(text)
         except urllib.error.HTTPError as error:
             with error:

@@ -277,6 +277,7 @@ def kill_all(child: int, is_first: bool) -> None:
 
 def become(run: Json, python: str, limits: Json, folder: str, files: Json, said: int) -> None:
     """Turn into the program: files, limits, fence, exec."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.chdir(folder)
     high = [fcntl.fcntl(files[name], fcntl.F_DUPFD_CLOEXEC, 20) for name in ("stdin", "stdout", "stderr", "report")]

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,3 +79,10 @@ def obey(response: str) -> float:
 def plain(response: str) -> float:
     """A reward that asks for nothing."""
     return float(os.getpid())
+
+
+@fr.reward(timeout_s=None)
+def endless(response: str) -> float:
+    """Holds the interpreter's lock for ever, so that no Python code of its process can run."""
+    re.match(r"(a|aa)+$", "a" * 100 + "b")
+    return 0.0

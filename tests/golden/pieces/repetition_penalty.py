@@ -16,7 +16,7 @@ def repetition(case: Case) -> dict[str, Any]:
     }
     if "completion_ids" in case.inputs:
         return {"rewards": [rewards.repetition(ids, **options) for ids in case.inputs["completion_ids"]]}
-    texts = case.inputs["texts"]
+    texts = case.inputs["texts" if "texts" in case.inputs else "completions"]
     return {"rewards": [rewards.repetition(None, text, unit="word", **options) for text in texts]}
 
 

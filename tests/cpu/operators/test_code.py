@@ -1,0 +1,267 @@
+"""rewards.code: programs that pass, fail, and do their worst."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flowrl as fr
+from flowrl.errors import ConfigError, DataError
+from flowrl.runtime.operators import run_operator
+from flowrl.store.rows import RowBatch
+from flowrl_operators import rewards
+from flowrl_operators.rewards._sandbox import Limits, Ran, run_programs
+
+ADD = "def add(a, b):\n    return a + b"
+QUICK = Limits(time_s=3.0)
+
+
+def said(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+def run(program: str, limits: Limits = QUICK, stdin: str = "", namespaces: bool = True) -> Ran:
+    return run_programs([{"program": program, "stdin": stdin}], limits, namespaces=namespaces)[0]
+
+
+# --- tests and verdicts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "share"),
+    [
+        (ADD, "assert add(1, 2) == 3", 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.5),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}, 1.0),
+        (ADD, {"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}, 1.0),
+        (
+            "class Solution:\n    def add(self, a, b):\n        return (a, b)",
+            {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]},
+            1.0,
+        ),
+        ("def add(a, b):\n    return True", {"fn_name": "add", "inputs": [[0, 1]], "outputs": [1]}, 0.0),
+        (ADD, {"fn_name": "sub", "inputs": [[0, 1]], "outputs": [1]}, 0.0),
+        (
+            "print(sum(map(int, input().split())))",
+            [{"input": "1 2\n", "output": "3\n"}, {"input": "1", "output": "2"}],
+            0.5,
+        ),
+        ("print('a  \\nb\\n\\n')", {"inputs": [""], "outputs": ["a\nb"]}, 1.0),
+        ("print('3'); raise SystemExit(1)", {"inputs": [""], "outputs": ["3"]}, 0.0),
+        ("if __name__ == '__main__':\n    print(7)", {"inputs": [""], "outputs": ["7"]}, 1.0),
+        ("this is no Python", "assert True", 0.0),
+    ],
+)
+def test_the_share_of_tests_that_pass(program: str, tests: object, share: float) -> None:
+    text = tests if isinstance(tests, str) else json.dumps(tests)
+    assert rewards.code(said(program), text) == share
+
+
+def test_all_or_nothing() -> None:
+    tests = json.dumps(["assert add(1, 2) == 3", "assert add(1, 2) == 4"])
+    assert rewards.code(said(ADD), tests, count="all") == 0.0
+    assert rewards.code(said(ADD), json.dumps(["assert add(1, 2) == 3"]), count="all") == 1.0
+
+
+def test_words_compare_numbers() -> None:
+    tests = json.dumps({"inputs": [""], "outputs": ["0.5 yes"]})
+    assert rewards.code(said("print('0.50000000001   yes')"), tests) == 0.0
+    assert rewards.code(said("print('0.50000000001   yes')"), tests, compare="words") == 1.0
+    assert rewards.code(said("print('0.6 yes')"), tests, compare="words") == 0.0
+
+
+def test_the_last_block_is_the_program() -> None:
+    assert rewards.code_block("```python\na\n```\n```\nb\n```") == "b\n"
+    assert rewards.code_block("```py\ncut off") == "cut off"
+    assert rewards.code_block("```json\n{}\n```") is None
+    assert rewards.code_block("no fence") is None
+    assert rewards.code("no fence", "assert True") == 0.0
+    assert rewards.code(ADD, "assert add(1, 1) == 2", fenced=False) == 1.0
+
+
+@pytest.mark.parametrize(
+    "tests", ["", "[]", "[1]", "{", '{"inputs": ["a"], "outputs": []}', '{"inputs": "a", "outputs": "b"}']
+)
+def test_tests_that_are_none_are_an_error_and_not_a_wrong_answer(tests: str) -> None:
+    with pytest.raises(DataError, match="rewards.code"):
+        rewards.code(said(ADD), tests)
+
+
+def test_options_are_checked() -> None:
+    for wrong in ({"count": "most"}, {"compare": "bytes"}, {"time_s": 0.0}, {"processes": -1}):
+        with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
+            rewards.code(said(ADD), "assert True", **wrong)
+
+
+# --- programs that cheat ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "import os, json\nos.write(3, json.dumps({'token': '', 'value': 3}).encode())\nos._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
+        "import sys\nsys.stdin.read()\ndef add(a, b):\n    return input()",
+        "class Any:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Any()",
+    ],
+)
+def test_no_way_around_a_call(program: str) -> None:
+    tests = json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
+    assert rewards.code(said(program), tests) == 0.0
+
+
+def test_leaving_early_passes_no_assertion() -> None:
+    assert rewards.code(said("import sys\nsys.exit(0)"), "assert False") == 0.0
+    assert rewards.code(said("import os\nos._exit(0)"), "assert False") == 0.0
+
+
+def test_a_program_gets_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "abc")
+    ran = run("import os\nprint('SECRET_KEY' in os.environ, os.listdir('.'))")
+    assert ran.stdout == "False ['program.py']\n"
+    if rewards.sandbox_protects()["processes"]:  # nor that of its parents
+        assert "True" not in run(PARENTS).stdout
+
+
+PARENTS = """
+import glob
+for file in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        print("SECRET_KEY" in open(file).read())
+    except OSError:
+        pass
+"""
+
+
+# --- programs that do their worst -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "code"),
+    [
+        ("while True: pass", "timeout", None),
+        ("import time\ntime.sleep(100)", "timeout", None),
+        (
+            "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(100)",
+            "timeout",
+            None,
+        ),
+        ("while True: print('x' * 1000)", "output", None),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output", None),
+        ("open('big', 'wb').write(b'x' * (2 << 20))", "exit", 1),
+        ("x = bytearray(4 << 30)", "exit", 1),
+        ("import ctypes\nctypes.string_at(0)", "signal", -11),
+        ("import os\nos.kill(os.getpid(), 9)", "signal", -9),
+        ("import os\nos.close(1)\nos.close(2)", "exit", 0),
+        ("print(input())", "exit", 1),
+    ],
+)
+def test_limits_hold(program: str, status: str, code: int | None) -> None:
+    began = time.monotonic()
+    ran = run(program, Limits(time_s=1.5))
+    assert ran.status == status
+    assert code is None or ran.code == code
+    assert len(ran.stdout) <= 1 << 20 and len(ran.stderr) <= 4000
+    assert time.monotonic() - began < 20
+
+
+FORKS = "import os, time\nfor _ in range(7): os.fork()\ntime.sleep(50)"  # 128 processes, not endlessly many: a test may fail
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_fork_bomb_is_ended(namespaces: bool) -> None:
+    ran = run(FORKS, Limits(time_s=5.0, processes=16), namespaces=namespaces)
+    assert ran.status in ("processes", "exit")  # the kernel's limit may come first: fork fails
+    assert not running("range(7)") and not leftovers()
+
+
+DAEMON = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        time.sleep(50)\n"
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_survives_its_program(namespaces: bool) -> None:
+    ran = run(DAEMON, namespaces=namespaces)
+    assert ran.status == "exit"
+    assert not leftovers()
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_ends_with_the_process_that_runs_it(namespaces: bool) -> None:
+    command = (
+        "from flowrl_operators.rewards._sandbox import *; "
+        f"run_programs([{{'program': 'while True: pass', 'stdin': ''}}], Limits(), namespaces={namespaces})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", command])
+    end = time.monotonic() + 30
+    while not leftovers() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert leftovers()
+    process.kill()
+    process.wait()
+    while leftovers() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not leftovers()
+
+
+def leftovers() -> list[str]:
+    """Programs of the sandbox that run."""
+    return running("program.py")
+
+
+def running(word: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if word in line and "pytest" not in line and "run_programs" not in line:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_files_outside_its_folder_stay(tmp_path: Path, namespaces: bool) -> None:
+    mine = tmp_path / "precious"
+    mine.write_text("1")
+    ran = run(f"import os\nopen('own', 'w').write('1')\nos.remove({str(mine)!r})", namespaces=namespaces)
+    if not (ran.cage or {})["files"]:
+        pytest.skip("this kernel holds nothing back")
+    assert mine.read_text() == "1" and ran.code == 1 and "own" not in ran.stderr
+    ran = run(f"open({str(tmp_path / 'new')!r}, 'w')", namespaces=namespaces)
+    assert ran.code == 1 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_it_reaches_no_server(namespaces: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ran = run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)", namespaces=namespaces)
+        if not (ran.cage or {})["tcp"]:
+            pytest.skip("this kernel holds nothing back")
+        assert ran.code == 1
+
+
+def test_time_of_all_tests_is_limited() -> None:
+    tests = json.dumps(["import time; time.sleep(1.5)"] * 20)
+    began = time.monotonic()
+    assert rewards.code(said(ADD), tests, time_s=5.0, total_s=2.0) <= 0.1
+    assert time.monotonic() - began < 15
+
+
+def test_rows_run_side_by_side_and_a_hanging_one_only_loses_its_own_reward() -> None:
+    responses = [said(ADD), said("while True: pass"), said("import os\nos._exit(0)"), "no program"]
+    columns = {
+        "response": np.asarray(responses, dtype=object),
+        "tests": np.asarray(["assert add(1, 2) == 3"] * 4, dtype=object),
+    }
+    rows = RowBatch(columns, {"response": fr.SAMPLE.str, "tests": fr.PROMPT.str})
+    done = run_operator(rewards.code.bind(column="tests", time_s=2.0), rows, workers=2)
+    assert done.rows["reward"].tolist() == [1.0, 0.0, 0.0, 0.0] and done.failed == 0
