@@ -367,10 +367,18 @@ def _apply(node: Node, found: Inference) -> EdgeType:
     if operator.locality.key:
         found.read_key(node, rows, operator.locality.key)
     result = found.write(node, rows, *operator.writes, replaces=operator.replaces)
+    if operator.narrows and operator.narrows in rows.columns:
+        mask = rows.columns[operator.narrows].is_copy_of
+        narrowed = {c.name: replace(result.columns[c.name], is_copy_of=mask) for c in operator.writes if _is_mask(c)}
+        result = replace(result, columns={**result.columns, **narrowed})
     if operator.is_filter:
         size = None
         result = replace(result, rowset=node.name, group_size=size)
     return result
+
+
+def _is_mask(column: Column) -> bool:
+    return column.type.granularity is Granularity.TOKEN and column.type.dtype == "bool"
 
 
 def _combine(node: Node, found: Inference) -> EdgeType:

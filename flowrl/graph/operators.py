@@ -126,6 +126,8 @@ class OperatorCall:
     """True when the function of one row is better run in worker processes: it is heavy, or what it runs may die."""
     threads: int = 1
     """How many rows are under way at once, each in a thread: for a function that mostly waits."""
+    narrows: str = ""
+    """Mask it reads; the masks it writes are true only where that one is."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -214,6 +216,7 @@ class Operator:
             many_groups=d.many_groups,
             processes=d.processes,
             threads=d.threads(**full) if callable(d.threads) else d.threads,
+            narrows=d.narrows,
             function=self.function,
         )
 
@@ -252,6 +255,7 @@ class _Declared:
     many_groups: bool = False
     processes: bool = False
     threads: int | Callable[..., int] = 1
+    narrows: str = ""
 
 
 @overload
@@ -268,6 +272,7 @@ def operator(
     many_groups: bool = ...,
     processes: bool = ...,
     threads: int | Callable[..., int] = ...,
+    narrows: str = ...,
 ) -> Callable[[Callable[..., Any]], Operator]: ...
 @overload
 def operator(function: Callable[..., Any], /) -> Operator: ...
@@ -288,6 +293,7 @@ def operator(
     many_groups: bool = False,
     processes: bool = False,
     threads: int | Callable[..., int] = 1,
+    narrows: str = "",
 ) -> Any:
     """Declare a function as an operator.
 
@@ -305,6 +311,8 @@ def operator(
         processes: each_row only: run it in worker processes unless a run says otherwise (option `reward_workers`). A row that
             takes too long is killed, one that takes its process with it is flagged, and rows run side by side.
         threads: each_row only: rows under way at once, in threads; for a function that waits for a server.
+        narrows: a TOKEN.bool column it reads; the masks it writes are true only where that one is (held when it runs), so that
+            tokens of tools stay out of a loss (FR-M01).
 
     The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
     It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
@@ -334,6 +342,7 @@ def operator(
         many_groups,
         processes,
         threads,
+        narrows,
     )
     return lambda f: Operator(f, declared, names)
 
@@ -498,6 +507,8 @@ def _check_declared(op: Operator) -> None:
         raise ConfigError(
             f"'{op.__name__}' declares processes or threads, which are for a function of one row: each_row=True"
         )
+    if d.narrows and d.narrows not in {read.column for read in op.reads}:
+        raise ConfigError(f"'{op.__name__}' narrows '{d.narrows}', which it does not read; name a mask that it reads")
     if d.processes and d.threads != 1:
         raise ConfigError(f"'{op.__name__}' declares processes and threads; it runs in one of them")
     if op.state_param and d.locality != "stateful" and str(d.locality) != "stateful":

@@ -163,13 +163,28 @@ class _Work:
         )
 
 
-def _with_written(rows: RowBatch, work: _Work, columns: Mapping[str, Any]) -> RowBatch:
+def _with_written(before: RowBatch, work: _Work, columns: Mapping[str, Any]) -> RowBatch:
+    rows = before
     for column in work.operator.writes:
         try:
             rows = rows.with_column(column.name, columns[column.name], column.type)
         except (SchemaError, DataError) as error:
             raise work.wrong(f"it returned '{column.name}' wrongly: {error}", "all rows") from error
+    _refuse_wider(work, before, rows)
     return rows
+
+
+def _refuse_wider(work: _Work, before: RowBatch, after: RowBatch) -> None:
+    """A mask that an operator says it narrows is true nowhere else."""
+    name = work.operator.narrows
+    if not name or name not in before:
+        return
+    mask = before[name]
+    for column in work.operator.writes:
+        written = after[column.name]
+        if column.type.dtype == "bool" and isinstance(written, Ragged) and isinstance(mask, Ragged):
+            if not np.array_equal(written.offsets, mask.offsets) or bool((written.values & ~mask.values).any()):
+                raise work.wrong(f"it narrows '{name}', and its '{column.name}' is true where that is not", "all rows")
 
 
 def _per_group(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None]) -> Applied:

@@ -1,12 +1,6 @@
 """Operators that take tokens out of the loss mask, so that they count neither in a loss nor in what it is divided by.
 
 A loss term that multiplies with 0 (`losses.within_drift`) keeps the tokens in the count; these do not.
-
-[Note: Rollouts with an environment]
-Rows of a rollout with tools hold tokens that the policy never sampled, and FlowRL asks that their mask is the rollout's own
-or visibly a part of it. There, write another column and narrow:
-    rows = masks.drift(rows, high=2.0, out="close")
-    rows = rows.with_columns(loss_mask=rows["loss_mask"] & rows["close"])
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from flowrl_operators._drift import ArrayRows, within
 LOSS_MASK = {"loss_mask": fr.TOKEN.bool}
 
 
-@fr.operator(writes=LOSS_MASK, replaces=True)
+@fr.operator(writes=LOSS_MASK, replaces=True, narrows="loss_mask")
 def drift(
     old_logprobs: fr.TOKEN.f32,
     rollout_logprobs: fr.TOKEN.f32,
@@ -74,7 +68,7 @@ def drift(
     return fr.Ragged.like(kept, loss_mask)
 
 
-@fr.operator(writes=LOSS_MASK, replaces=True, locality="batch")
+@fr.operator(writes=LOSS_MASK, replaces=True, locality="batch", narrows="loss_mask")
 def second_moment(
     old_logprobs: fr.TOKEN.f32,
     rollout_logprobs: fr.TOKEN.f32,
