@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import flowrl as fr
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, DataError
 from flowrl_operators.rewards._extract import BOXED, last_match
 
 
@@ -89,11 +89,11 @@ def choice(response: str, answer: str, *, letters: str = "ABCDE", format_score: 
         letters: the letters there are, in capitals.
         format_score: reward of a clear but wrong choice.
 
-    `answer` is a letter, with or without brackets and full stop. Errors: ConfigError when it is none of `letters`.
+    `answer` is a letter, with or without brackets and full stop. Errors: DataError when it is none of `letters`.
     """
     wanted = re.sub(r"[\W_]", "", str(answer)).upper()
     if len(wanted) != 1 or wanted not in letters:
-        raise ConfigError(f"rewards.choice needs one of the letters {letters} as answer; found {answer!r}")
+        raise DataError(f"rewards.choice needs one of the letters {letters} as answer; found {answer!r}")
     found = choice_letter(response, letters=letters)
     return 0.0 if found is None else 1.0 if found == wanted else float(format_score)
 

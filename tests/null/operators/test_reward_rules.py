@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flowrl as fr
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, DataError
 from flowrl.graph.infer import infer
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
@@ -117,7 +117,7 @@ def test_choice_pays_for_form_and_refuses_odd_answers() -> None:
     assert rewards.choice("Answer: B", "(B)") == 1.0
     assert rewards.choice("Answer: C", "B", format_score=0.1) == 0.1
     assert rewards.choice("no idea", "B", format_score=0.1) == 0.0
-    with pytest.raises(ConfigError, match="one of the letters ABCDE as answer; found 'F'"):
+    with pytest.raises(DataError, match="one of the letters ABCDE as answer; found 'F'"):
         rewards.choice("Answer: B", "F")
 
 
