@@ -133,9 +133,7 @@ class WorkerPool:
         while job.left:
             worker = next((w for w in mine if not w.is_busy), None) if job.todo else None
             if worker is None and job.todo and len(mine) < size:
-                worker = _Worker()
-                self._workers.append(worker)
-                mine.append(worker)
+                size, worker = self._another(job, mine, size)
             if worker is not None:
                 if not worker.begin(job, job.todo.popleft()):
                     self._lost(worker, job, mine)
@@ -150,6 +148,19 @@ class WorkerPool:
                     self._lost(worker, job, mine)
             for worker in [w for w in mine if w.is_busy and time.monotonic() > w.deadline]:
                 self._lost(worker, job, mine, is_late=True)
+
+    def _another(self, job: _Job, mine: list[_Worker], size: int) -> tuple[int, _Worker | None]:
+        """(how many workers there shall be, a new one); where the machine gives no more, those that there are do it."""
+        try:
+            worker = _Worker()
+        except OSError as error:
+            if mine:
+                return len(mine), None
+            kind = CannotRun if job.left == len(job.rows) else OperatorError
+            raise kind(f"no worker process can be started: {error}") from error
+        self._workers.append(worker)
+        mine.append(worker)
+        return size, worker
 
     def _told(self, worker: _Worker, job: _Job, message: Any) -> bool:
         """Take a worker's message; False when it makes no sense."""
@@ -222,7 +233,7 @@ class _Worker:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(0.0)
-        lifeline, self.lifeline = os.pipe()
+        lifeline, self.lifeline = os.pipe()  # ours and the worker's end are closed on exec unless passed on
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(lifeline)],
@@ -231,6 +242,10 @@ class _Worker:
                 start_new_session=True,
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # they work side by side
             )
+        except OSError:
+            self.socket.close()
+            os.close(self.lifeline)
+            raise
         finally:
             theirs.close()
             os.close(lifeline)

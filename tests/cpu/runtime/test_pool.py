@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -164,6 +165,35 @@ def test_close_leaves_no_process() -> None:
     assert own.pids == [] and not any(map(is_there, pids))
     assert own.run(obey.bind(), [("value 3",)], workers=2, timeout_s=30.0)[0].value == 3.0  # and it starts again
     own.close()
+
+
+def test_where_no_process_can_be_started_rows_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools.shared().close()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.warns(RuntimeWarning, match="no worker process can be started"):
+        assert run_operator(plain.bind(), rows("x"), workers=1).rows["reward"].tolist() == [os.getpid()]
+
+
+def test_rows_side_by_side_in_threads() -> None:
+    barrier = threading.Barrier(3, timeout=20)
+
+    @fr.reward(threads=3, timeout_s=20.0)
+    def meet(response: str) -> float:
+        if response == "bad":
+            raise ValueError("no")
+        barrier.wait()
+        return float(response)
+
+    done = run_operator(meet.bind(), rows("0", "bad", "2", "3"))
+    np.testing.assert_array_equal(done.rows["reward"], [0.0, np.nan, 2.0, 3.0])
+    assert errors(done) == ["", "ValueError: no", "", ""]
+
+
+def test_a_reward_runs_in_processes_or_in_threads() -> None:
+    with pytest.raises(ConfigError, match="declares processes and threads"):
+        fr.reward(processes=True, threads=2)(lambda response: 0.0)
+    with pytest.raises(ConfigError, match="each_row=True"):
+        fr.operator(writes={"x": fr.SAMPLE.f32}, processes=True)(lambda reward: reward)
 
 
 def test_the_option_is_checked() -> None:
