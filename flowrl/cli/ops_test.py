@@ -24,21 +24,23 @@ def run_tests(name: str, found: Mapping[str, Operator | LossFunction], config: S
                 f"--config is for one operator; '{name}' names {len(found)}: settings of several come by --cases"
             )
         key = next(iter(found))
-        settings[key] = {**settings.get(key, {}), "config": _pairs(config)}
+        several = settings.get(key, {})
+        given = several[0] if isinstance(several, list) else several
+        settings[key] = {**given, "config": _pairs(config)}
     return _one(name, found, settings) if len(found) == 1 else _many(name, found, settings)
 
 
-def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, Any]:
     """The dict that FILE.py:NAME names: for each operator the keyword arguments of `flowrl.testing.check_operator`."""
     if cases is None:
         return {}
     given = targets.find(cases)
-    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping | list) for v in given.values()):
         raise ConfigError(
             f"--cases names a dict of operators' names to keyword arguments of flowrl.testing.check_operator; {cases} is a "
             f"{type(given).__name__}"
         )
-    return {name: dict(value) for key, value in given.items() for name in found if _is_meant(key, name)}
+    return {name: value for key, value in given.items() for name in found if _is_meant(key, name)}
 
 
 def _is_meant(key: str, name: str) -> bool:
@@ -50,30 +52,28 @@ def _is_meant(key: str, name: str) -> bool:
     return parts[-1] == asked[-1] and (parts[-same:] == asked[-same:] or len(parts) == 2 or ":" in name)
 
 
-def _one(title: str, found: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> int:
+def _one(title: str, found: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    from flowrl.testing._cases import cases_of
+
     ((name, one),) = found.items()
-    cases = _cases(name, one, settings.get(name, {}))
-    wrong = {case.property: "" if case.skipped else case.failure() for case in cases}
+    cases = cases_of(name, one, settings.get(name, {}))
+    wrong = ["" if case.skipped else case.failure() for case in cases]
     rows = [
-        [
-            case.property,
-            "skipped" if case.skipped else "fails" if wrong[case.property] else "ok",
-            case.skipped or case.says,
-        ]
-        for case in cases
+        [case.property, "skipped" if case.skipped else "fails" if failed else "ok", case.skipped or case.says]
+        for case, failed in zip(cases, wrong, strict=True)
     ]
     print(f"{title}\n\n{table(rows)}")
-    return _told([message for message in wrong.values() if message])
+    return _told([message for message in wrong if message])
 
 
-def _many(title: str, found: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> int:
-    from flowrl.testing._cases import failures
+def _many(title: str, found: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    from flowrl.testing._cases import cases_of, failures
 
     rows: list[list[str]] = []
     wrong: list[str] = []
     for name, one in found.items():
         try:
-            cases = _cases(name, one, settings.get(name, {}))
+            cases = cases_of(name, one, settings.get(name, {}))
         except ConfigError as error:
             rows.append([name, "not tried", ""])
             wrong.append(f"{name} is not tried: {error}")
@@ -94,16 +94,6 @@ def _told(wrong: list[str]) -> int:
         return OK
     print("\n" + "\n\n".join(wrong))
     return PROBLEMS
-
-
-def _cases(name: str, one: Operator | LossFunction, settings: Mapping[str, Any]) -> Any:
-    from flowrl.testing import loss_cases, operator_cases
-
-    make: Any = operator_cases if isinstance(one, Operator) else loss_cases
-    try:
-        return make(one, name=name, **settings)
-    except TypeError as error:  # keyword arguments of a dict somebody wrote
-        raise ConfigError(f"the settings of '{name}' do not fit: {error}") from error
 
 
 def _pairs(config: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from flowrl.testing._operators import Property
 
 Subject = Operator | OperatorCall | LossFunction | Term
 Config = Mapping[str, Any]
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Keyword arguments of `check_operator` or `check_loss`, or several to try one after the other."""
 
 ALL = "*"
 """In `skip`: every property."""
@@ -81,6 +83,8 @@ def operator_cases(
     if not isinstance(operator, Operator | OperatorCall):
         raise ConfigError(f"operator_cases needs an operator (@fr.operator); found {type(operator).__name__}")
     short = name or (operator.short_name if isinstance(operator, OperatorCall) else operator.__name__)
+    if skip and ALL in skip:
+        return _skipped(short, _operators.PROPERTIES, skip)
     calls = (
         [operator] if isinstance(operator, OperatorCall) else [operator.bind(**c) for c in _configs(operator, config)]
     )
@@ -103,13 +107,15 @@ def loss_cases(
     if not isinstance(loss, LossFunction | Term):
         raise ConfigError(f"loss_cases needs a loss (@fr.loss) or one term; found {type(loss).__name__}")
     short = name or (loss.short_name if isinstance(loss, Term) else loss.__name__)
+    if skip and ALL in skip:
+        return _skipped(short, _losses.PROPERTIES, skip)
     terms = [loss] if isinstance(loss, Term) else [loss(**c) for c in _configs(loss, config)]
     of = loss if isinstance(loss, LossFunction) else None
     trials = tuple(_losses.Trial(of, term, columns or {}, seed, stop_gradient) for term in terms)
     return list(_made(short, trials, _losses.PROPERTIES, skip or {}))
 
 
-def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Mapping[str, Any]] | None = None) -> list[Case]:
+def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Settings] | None = None) -> list[Case]:
     """All cases of a pack's operators and losses; arguments as in `check_pack`."""
     if isinstance(pack, ModuleType):
         found = packs.contents(packs.Pack(pack.__name__, pack.__name__, "", ""))
@@ -125,11 +131,21 @@ def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Mapping[str, An
     for key in given:
         if key not in everything:
             raise ConfigError(f"settings name '{key}', which the pack does not have; {nearest(key, everything)}")
-    cases: list[Case] = []
-    for name, one in everything.items():
-        make: Any = operator_cases if isinstance(one, Operator) else loss_cases
-        cases.extend(make(one, name=name, **given.get(name, {})))
-    return cases
+    return [case for name, one in everything.items() for case in cases_of(name, one, given.get(name, {}))]
+
+
+def cases_of(name: str, one: Operator | LossFunction, settings: Settings) -> list[Case]:
+    """Cases of one operator or loss under its settings; where these are several, the later ones are called `name#2`, ..."""
+    make: Any = operator_cases if isinstance(one, Operator) else loss_cases
+    several = [settings] if isinstance(settings, Mapping) else settings
+    try:
+        return [
+            case
+            for number, given in enumerate(several, 1)
+            for case in make(one, name=name if number == 1 else f"{name}#{number}", **given)
+        ]
+    except TypeError as error:  # keyword arguments of a dict somebody wrote
+        raise ConfigError(f"the settings of '{name}' do not fit: {error}") from error
 
 
 def check_operator(
@@ -151,7 +167,7 @@ def check_operator(
         config: a configuration to try, or several; None tries the defaults.
         columns: how to make a column when its type and name are not enough: a function of a random generator and the number
             of rows (of prompts for a PROMPT column; for TOKEN and TURN columns `lengths`, how long each row's list is).
-        skip: properties that do not hold, each with the reason.
+        skip: properties that do not hold, each with the reason; `{"*": reason}` tries none.
         seed: of the inputs.
 
     Errors: ConformanceError listing every property that does not hold; ConfigError for arguments that fit nothing.
@@ -182,7 +198,7 @@ def check_loss(
     _refuse_broken(loss_cases(loss, config=config, columns=columns, skip=skip, stop_gradient=stop_gradient, seed=seed))
 
 
-def check_pack(pack: str | ModuleType, *, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def check_pack(pack: str | ModuleType, *, settings: Mapping[str, Settings] | None = None) -> None:
     """Check every operator and loss of a pack.
 
     Example:
@@ -190,7 +206,8 @@ def check_pack(pack: str | ModuleType, *, settings: Mapping[str, Mapping[str, An
 
     Args:
         pack: name of an installed pack, or the module of one that is not.
-        settings: for each operator or loss that needs some, the keyword arguments of `check_operator` or `check_loss`.
+        settings: for each operator or loss that needs some, the keyword arguments of `check_operator` or `check_loss`, or a list
+            of such to try one after the other.
 
     Errors: ConformanceError listing everything that does not hold; PackError when a module cannot be imported.
     """
@@ -228,15 +245,25 @@ def _configs(of: Operator | LossFunction, config: Config | Sequence[Config] | No
     return [config] if isinstance(config, Mapping) else list(config)
 
 
+def _skipped(name: str, properties: Mapping[str, Property], skip: Mapping[str, str]) -> list[Case]:
+    """One case for all properties of what is not tried at all, so that it may want configuration that nobody gave."""
+    _refuse_skips(name, properties, skip)
+    return [Case(name, "all", "is not tried", (), next(iter(properties.values())), skip[ALL])]
+
+
 def _made(
     name: str, trials: tuple[Any, ...], properties: Mapping[str, Property], skip: Mapping[str, str]
 ) -> Iterator[Case]:
+    _refuse_skips(name, properties, skip)
+    for key, one in properties.items():
+        applying = tuple(trial for trial in trials if one.applies(trial))
+        if applying:
+            yield Case(name, key, one.says, applying, one, skip.get(key, ""))
+
+
+def _refuse_skips(name: str, properties: Mapping[str, Property], skip: Mapping[str, str]) -> None:
     for known, reason in skip.items():
         if known != ALL and known not in properties:
             raise ConfigError(f"skip names '{known}', which is no property of '{name}'; {nearest(known, properties)}")
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f"skip gives the reason why '{name}' need not hold '{known}'; found {reason!r}")
-    for key, one in properties.items():
-        applying = tuple(trial for trial in trials if one.applies(trial))
-        if applying:
-            yield Case(name, key, one.says, applying, one, skip.get(key) or skip.get(ALL, ""))

@@ -142,3 +142,27 @@ def test_inputs_are_the_same_in_every_run() -> None:
         return [array.tolist() for array in made]
 
     assert seen() == seen()
+
+
+def test_one_operator_may_be_tried_in_several_ways() -> None:
+    ways = [{"skip": {"poison": "x"}}, {"config": {"scale": 2.0}}]
+    cases = [
+        c
+        for c in pack_cases(broken, settings={"centred": ways})
+        if c.name.startswith("centred#") or c.name == "centred"
+    ]
+    assert {c.name for c in cases} == {"centred", "centred#2"}
+    assert [str(c) for c in cases if c.skipped] == ["centred-poison"]
+    with pytest.raises(ConfigError, match="the settings of 'centred' do not fit: .*'confg'"):
+        pack_cases(broken, settings={"centred": {"confg": {}}})
+
+
+def test_what_is_not_tried_needs_no_configuration() -> None:
+    @fr.operator(writes=broken.ADVANTAGE)
+    def needs(reward, *, by: float):
+        return reward * by
+
+    (case,) = operator_cases(needs, skip={"*": "asks a server"})
+    assert str(case) == "needs-all"
+    with pytest.raises(unittest.SkipTest, match="asks a server"):
+        case.check()
