@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.disagreements.__main__ import CHAPTERS, page
-from tests.golden.disagreements.responses import DEVIATION
+from tests.golden.disagreements.responses import DEVIATION, LONELY, OPERATORS, call
 from tests.golden.disagreements.tables import Row, checked, shown
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "where-systems-disagree.md"
@@ -39,6 +39,10 @@ def test_saying_that_no_call_of_ours_does_what_the_default_does_is_an_error() ->
     row = Row("verl.grpo_std", instead="none")
     with pytest.raises(AssertionError, match="by default"):
         checked(replace(DEVIATION, rows=(row,), default="group_norm(unbiased=True)"))
+
+
+def test_our_operators_give_a_group_of_one_nothing() -> None:
+    assert [call(f"{name}()", LONELY).item() for name in OPERATORS] == [0.0] * len(OPERATORS)
 
 
 def test_a_convention_without_vectors_is_an_error() -> None:

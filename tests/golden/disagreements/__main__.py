@@ -9,12 +9,13 @@ from tests.golden.disagreements.tables import Section, written
 
 CHAPTERS: dict[str, tuple[Section, ...]] = {
     "Advantages": (
-        responses.DEVIATION, responses.ALONE, responses.MASKED_SIBLING, responses.LEAVE_ONE_OUT, responses.MAXRL,
-        responses.PARTS, tokens.RETURNS, tokens.GAE, tokens.WHITENING,
+        responses.DEVIATION, responses.ALONE, responses.MASKED_SIBLING, responses.INCOMPLETE,
+        responses.LEAVE_ONE_OUT, responses.MAXRL, responses.GPG, responses.PARTS, tokens.RETURNS, tokens.GAE, tokens.WHITENING,
     ),
     "Which prompts go on": (responses.DYNAMIC, responses.ODD_ONE),
     "Averages": (losses.AVERAGES, losses.MICRO_BATCHES),
-    "Policy losses": (losses.EXTREME, losses.DUAL, losses.GSPO, losses.CISPO, losses.GMPO, losses.IMPORTANCE),
+    "Policy losses": (losses.EXTREME, losses.DUAL, losses.GSPO, losses.CISPO, losses.GMPO,
+                      losses.IMPORTANCE, losses.REJECTED),
     "KL and entropy": (losses.KL_FAR, losses.KL_NEAR, losses.ENTROPY),
     "Preferences": (rewards.SMOOTHING, rewards.IPO),
     "Rewards": (rewards.OVERLONG, rewards.COSINE, rewards.GRADERS, rewards.GSM8K),

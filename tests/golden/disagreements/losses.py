@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import flowrl as fr
-from flowrl_operators import losses
+from flowrl_operators import losses, masks
 from tests.golden.disagreements.tables import RECORDED, Cells, Row, Section, at, evaluated, mapped, recorded
 from tests.golden.padded import loss_and_gradient
 from tests.golden.pieces.policy_loss import COLUMNS
-from tests.golden.vectors import Case, to_array
+from tests.golden.vectors import Case, matrix, ragged, to_array
 
 LOSSES = {
     name: getattr(losses, name)
@@ -21,10 +21,11 @@ LOSSES = {
 }
 
 
-def ours_on(case: Case, text: str, **average: Any) -> tuple[float, np.ndarray]:
-    """(loss, gradient) of a call of ours on the columns of a recorded case."""
+def ours_on(case: Case, loss: str | fr.Loss, **average: Any) -> tuple[float, np.ndarray]:
+    """(loss, gradient) of a loss of ours, or of the text of one, on the columns of a recorded case."""
     given = {ours: theirs for ours, theirs in COLUMNS.items() if theirs in case.inputs}
-    found = loss_and_gradient(case, evaluated(text, **LOSSES), given, **average)
+    term = evaluated(loss, **LOSSES) if isinstance(loss, str) else loss
+    found = loss_and_gradient(case, term, given, **average)
     return found["loss"], found["grad_log_prob"]
 
 
@@ -242,9 +243,9 @@ def _gmpo(name: str) -> Cells:
 
 
 def _our_gmpo(text: str) -> Cells:
-    loss, _, average = text.partition("; ")
     case = recorded("policy_loss", "trl.gmpo", EMPTY_ROW)
-    value, gradient = ours_on(case, loss, **evaluated(f"dict({average})"))
+    loss, average = evaluated(text, **LOSSES, update=lambda loss, **average: (loss, average))
+    value, gradient = ours_on(case, loss, **average)
     return value, gradient[0, 0]
 
 
@@ -258,12 +259,11 @@ GMPO = Section(
     ours=_our_gmpo,
     answers=("loss", "gradient"),
     rows=(
-        Row("verl.gmpo", 'gmpo(); average="sequence_mean", average_rows="all"'),
+        Row("verl.gmpo", 'update(gmpo(), average="sequence_mean", average_rows="all")'),
         Row("trl.gmpo", instead="none for the loss; its gradient is the row above"),
     ),
-    default='gmpo(); average="sequence_mean"',
+    default="update(gmpo())",
     why="a row that trains nothing says nothing and is not counted.",
-    label="FlowRL, in the gallery",
     source=RECORDED,
 )  # fmt: skip
 
@@ -295,8 +295,9 @@ def _our_weights(text: str) -> Cells:
 
 IMPORTANCE = Section(
     title="Importance weights where the sampler's number is missing",
-    text="A sampler that filters (top-k, top-p) may give −∞ for a token, one that fails NaN. The weight exp(trainer "
-    "− sampler) of such a token is not known: it may count as 0, as 1, or as what the bounds make of it.",
+    text="A sampler can give −∞ for a token it returned (numbers after its filter, a token that was forced), or NaN. "
+    "The weight exp(trainer − sampler) of such a token is not known: it may count as 0, as 1, or as what the bounds "
+    "make of it.",
     given="Log-probabilities −1 of the trainer; −∞, NaN and −1.1 of the sampler. Answer: the three weights.",
     system=_weights,
     ours=_our_weights,
@@ -309,6 +310,60 @@ IMPORTANCE = Section(
     why="a token of which it is not known who drew it teaches nothing.",
     note="TRL's vectors hold NaN and not −∞.",
 )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- rejection
+
+LIVE, SAMPLER = [[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-2.0, -2.0]]
+
+
+def _rejected(name: str) -> Cells:
+    old = SAMPLER if name.startswith("verl") else LIVE  # there the sampler is the old policy
+    inputs = {"log_probs": LIVE, "old_log_probs": old, "rollout_log_probs": SAMPLER, "mask": [[1, 1], [1, 1]]}
+    outputs = {"loss": 0.0, "grad_log_prob": [[0.0] * 2] * 2}
+    if name.startswith("verl"):
+        del inputs["rollout_log_probs"]
+    found = mapped("policy_loss", name, {**inputs, "advantages": [[1.0, 1.0]] * 2}, outputs)
+    return (float(found["loss"]),)
+
+
+def _our_rejected(text: str) -> Cells:
+    tables = {"logprobs": LIVE, "old_logprobs": LIVE, "rollout_logprobs": SAMPLER, "advantages": [[1.0, 1.0]] * 2}
+    columns = {name: torch.tensor(table, dtype=torch.float64) for name, table in tables.items()}
+    mask = torch.ones(2, 2)
+
+    def drift(**options: Any) -> torch.Tensor:
+        old, rollout = ragged(np.array(LIVE)), ragged(np.array(SAMPLER))
+        kept = masks.drift(old, rollout, ragged(mask.numpy() > 0), **options)
+        return torch.tensor(matrix(kept))
+
+    def update(loss: fr.Loss, mask: torch.Tensor = mask) -> float:
+        return fr.apply_loss(loss, columns, mask)[0].item()
+
+    return (evaluated(text, **LOSSES, within_drift=losses.within_drift, drift=drift, update=update),)
+
+
+REJECTED = Section(
+    title="A response that was rejected: does it still count",
+    text="Responses on which sampler and trainer disagree too much are left out. They can get weight 0 and stay in "
+    "the count that the mean divides by, so that many rejections make a small step, or leave the count too, so that "
+    "every step has the same size, made by those that are left.",
+    given="Two rows of two tokens, advantage 1, ratio 1 to the old policy; on the second row the sampler's "
+    "log-probabilities are 1 nat below. Mean over tokens. Answer: the loss.",
+    system=_rejected,
+    ours=_our_rejected,
+    rows=(
+        Row(
+            "openrlhf.ppo_is_seq_mask_ratio nemo.ppo_seq-mask-tis_0.95_1.05 areal.decoupled_rs_seq_mask_ratio_mean",
+            'update(ppo_clip(0.2) * within_drift(0.8, 1.25, over="mean"))',
+        ),
+        Row("verl.bypass_ppo_clip_icepop_rs", 'update(ppo_clip(0.2), mask=drift(low=0.8, high=1.25, over="mean"))'),
+    ),
+    default='update(ppo_clip(0.2) * within_drift(0.8, 1.25, over="mean"))',
+    label="FlowRL, as a term",
+    why="neither is a default: a term of a loss weighs, an operator on the mask (`masks.drift`, before `fr.update`) "
+    "removes.",
+)
 
 
 # -------------------------------------------------------------------------------------------------------------------- KL
@@ -425,7 +480,3 @@ ENTROPY = Section(
     "this.",
     source=RECORDED,
 )
-
-SECTIONS = (
-    AVERAGES, MICRO_BATCHES, EXTREME, DUAL, GSPO, CISPO, GMPO, IMPORTANCE, KL_FAR, KL_NEAR, ENTROPY,
-)  # fmt: skip

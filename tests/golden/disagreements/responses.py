@@ -14,15 +14,25 @@ from tests.golden.disagreements.tables import RECORDED, Cells, Row, Section, at,
 OPERATORS = ("group_norm", "rloo", "opo", "gpg", "maxrl", "pass_at_k")
 
 
-def group_of(convention: str, reward: list[float], trains: list[int] | None = None, **params: Any) -> np.ndarray:
-    """[N] what a convention makes of the rewards of one group; responses have one token, or with trains=0 none."""
+def group_of(
+    convention: str,
+    reward: list[float],
+    trains: list[int] | None = None,
+    index: list[int] | None = None,
+    **params: Any,
+) -> np.ndarray:
+    """[N] what a convention makes of rewards; responses have one token, or with trains=0 none.
+
+    `index` says which group each is of, for verl, SkyRL and NeMo-RL; without it they are one group.
+    """
     system, size = convention.partition(".")[0], len(reward)
+    index = index or [0] * size
     mask = [[m] for m in trains or [1] * size]
     if system in ("verl", "skyrl"):
-        inputs: dict[str, Any] = {"token_level_rewards": [[r] for r in reward], "index": [0] * size}
+        inputs: dict[str, Any] = {"token_level_rewards": [[r] for r in reward], "index": index}
         found = mapped("advantage", convention, {**inputs, "response_mask": mask}, **params)
     elif system == "nemo":
-        found = mapped("advantage", convention, {"rewards": reward, "index": [0] * size, "mask": mask}, **params)
+        found = mapped("advantage", convention, {"rewards": reward, "index": index, "mask": mask}, **params)
     elif system == "openrlhf":
         params = {"n_samples_per_prompt": size, "gamma": 1.0, "kl_coef": 0.0, **params}
         found = mapped("advantage", convention, {"rewards": reward, "action_mask": mask}, **params)
@@ -38,17 +48,16 @@ def group_of(convention: str, reward: list[float], trains: list[int] | None = No
     return at(found.get("advantages", found.get("normalized"))).reshape(size, -1)[:, 0]
 
 
-def operators(reward: list[float], trains: list[int] | None = None) -> dict[str, Any]:
-    """Our operators of groups with their columns filled in: one group."""
+def call(text: str, reward: list[float], trains: list[int] | None = None, index: list[int] | None = None) -> np.ndarray:
+    """[N] what a call of ours makes of rewards: our operators of groups have their columns filled in."""
     mask = fr.Ragged.of([[m] for m in trains or [1] * len(reward)], dtype=bool)
-    columns = (np.asarray(reward), np.zeros(len(reward)), mask)
+    columns = (np.asarray(reward), np.asarray(index or [0] * len(reward)), mask)
     bound = {name: functools.partial(getattr(advantages, name), *columns) for name in OPERATORS}
-    return {**bound, "batch_norm": lambda values, **options: advantages.batch_norm(values, None, None, **options)}
 
+    def batch_norm(values: np.ndarray = columns[0], **options: Any) -> np.ndarray:
+        return np.asarray(advantages.batch_norm(values, None, None, **options))
 
-def call(text: str, reward: list[float], trains: list[int] | None = None) -> np.ndarray:
-    """[N] what a call of ours makes of the rewards of one group."""
-    return np.asarray(evaluated(text, **operators(reward, trains)))
+    return np.asarray(evaluated(text, **bound, batch_norm=batch_norm))
 
 
 # ------------------------------------------------------------------------------------------------------- GRPO's deviation
@@ -122,6 +131,7 @@ ALONE = Section(
     default="group_norm()",
     why="no comparison, no signal; `rloo()`, `opo()`, `maxrl()`, `gpg()` and `pass_at_k()` give 0 as well, and the "
     "checks of a flow warn when `n=1` makes all groups so.",
+    source="Through the mapping; the exceptions are recorded",
     label="FlowRL, any of them",
     note="verl has two functions of the same estimator, `rloo` and its vectorised form, which differ here.",
 )
@@ -150,6 +160,59 @@ MASKED_SIBLING = Section(
     'not, `counts="scored"` says so.',
 )
 
+
+# ----------------------------------------------------------------------------------------------- a group with a row missing
+
+SHORT_GROUPS, OF = [1.0, 0.0, 1.0, 0.5, 0.5, 0.1, 0.3], [0, 0, 0, 1, 1, 1, 1]
+
+
+def _incomplete(name: str) -> Cells:
+    if name.startswith("slime"):
+        found = recorded("advantage", name, "c2").wanted("normalized")
+    else:
+        found = group_of(name, SHORT_GROUPS, index=OF)
+    return found[:3], found[3:]
+
+
+def _our_incomplete(text: str) -> Cells:
+    found = call(text, SHORT_GROUPS, index=OF)
+    return found[:3], found[3:]
+
+
+INCOMPLETE = Section(
+    title="A group with a response missing",
+    text="A response was lost: its tool crashed, a filter dropped it. Groups that are told apart by the prompt do "
+    "not mind. Groups that are told apart by counting rows do: slime then takes the whole batch for one group, so "
+    "that advantages compare responses to different prompts.",
+    given="Two groups of four of which the first lost a row: 1, 0, 1 and 0.5, 0.5, 0.1, 0.3. Answer: the advantages.",
+    system=_incomplete,
+    ours=_our_incomplete,
+    answers=("first group", "second group"),
+    rows=(
+        Row("verl.grpo_std skyrl.grpo_std nemo.grpo_mean_std", "group_norm(unbiased=True)"),
+        Row("slime.reward_norm_grpo_std", "batch_norm(unbiased=True)"),
+    ),
+    default="group_norm()",
+    source="Recorded for slime (case `c2`), through the mapping for the others",
+    why="a group is the rows of a prompt, in any number and any order.",
+    note="TRL, OpenRLHF, AReaL and ROLL tell groups apart by counting, too; their vectors hold whole groups only.",
+)
+
+# -------------------------------------------------------------------------------------------------------------------- GPG
+
+TWO_GROUPS = [1.0, 1.0, 1.0, 0.0]
+
+GPG = Section(
+    title="GPG: what counts as a response that teaches",
+    text="GPG enlarges the advantages by the share of rows that have a gradient. The paper counts the rows of groups "
+    "whose rewards differ; counting rewards that are not 0 comes to another number as soon as a group is all right.",
+    given="Two groups of two, 1, 1 and 1, 0. Answer: advantages of the second group.",
+    system=lambda name: (group_of(name, TWO_GROUPS, index=[0, 0, 1, 1])[2:],),
+    ours=lambda text: (call(text, TWO_GROUPS, index=[0, 0, 1, 1])[2:],),
+    rows=(Row("verl.gpg", 'gpg(valid="nonzero")'),),
+    default="gpg()",
+    why="as in the paper: two of four rows have a gradient, so each counts twice.",
+)
 
 # ------------------------------------------------------------------------------------------------------- leave one out
 
@@ -315,6 +378,3 @@ ODD_ONE = Section(
     why="a group is kept or dropped whole.",
     source=RECORDED,
 )  # fmt: skip
-
-
-SECTIONS = (DEVIATION, ALONE, MASKED_SIBLING, LEAVE_ONE_OUT, MAXRL, PARTS, DYNAMIC, ODD_ONE)

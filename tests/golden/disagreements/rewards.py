@@ -263,5 +263,3 @@ GSM8K = Section(
     why="who corrects an answer means the last one, and a long ending is no mistake. Numbers are then compared as "
     "numbers, so that `5.` is 5; both systems compare text.",
 )
-
-SECTIONS = (SMOOTHING, IPO, OVERLONG, COSINE, GRADERS, GSM8K)

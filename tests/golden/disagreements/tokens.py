@@ -161,5 +161,3 @@ WHITENING = Section(
     why="as verl, but a step of one token is a step like any other.",
     note="Beyond the vectors of the last two is the single token.",
 )
-
-SECTIONS = (RETURNS, GAE, WHITENING)
