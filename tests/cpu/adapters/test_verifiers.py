@@ -286,11 +286,10 @@ def real_taskset():
 
 
 def test_real_tasks_score_a_reply() -> None:
-    pytest.importorskip("verifiers.v1")
-    try:
-        task = adapters.verifiers.task(real_taskset, parts=("length", "right"))
-    except (AttributeError, TypeError) as error:
-        pytest.skip(f"this verifiers.v1 declares tasks another way: {error}")
+    package = pytest.importorskip("verifiers.v1")
+    if not hasattr(package, "TaskData"):
+        pytest.skip("this verifiers.v1 declares tasks another way")
+    task = adapters.verifiers.task(real_taskset, parts=("length", "right"))
     assert task.environment is None
     done = run_operator(task.reward, answered(task.data, "2", "2222")).rows
     assert done["reward"].tolist() == [2, 0]
