@@ -220,6 +220,13 @@ class Operator:
             function=self.function,
         )
 
+    def cost_s(self, *, num_rows: int, num_tokens: int, **config: Any) -> float | None:
+        """Seconds it says to need for rows with that many tokens, under a configuration; None when it declares no cost."""
+        if self.declared.cost is None:
+            return None
+        full = freeze_config(self.__name__, self.defaults, (), config)
+        return float(self.declared.cost(num_rows=num_rows, num_tokens=num_tokens, **full))
+
     def __call__(self, *args: Any, **config: Any) -> Any:
         from flowrl.graph.handles import Parts, Rows
 
@@ -256,6 +263,7 @@ class _Declared:
     processes: bool = False
     threads: int | Callable[..., int] = 1
     narrows: str = ""
+    cost: Callable[..., float] | None = None
 
 
 @overload
@@ -273,6 +281,7 @@ def operator(
     processes: bool = ...,
     threads: int | Callable[..., int] = ...,
     narrows: str = ...,
+    cost: Callable[..., float] | None = ...,
 ) -> Callable[[Callable[..., Any]], Operator]: ...
 @overload
 def operator(function: Callable[..., Any], /) -> Operator: ...
@@ -294,6 +303,7 @@ def operator(
     processes: bool = False,
     threads: int | Callable[..., int] = 1,
     narrows: str = "",
+    cost: Callable[..., float] | None = None,
 ) -> Any:
     """Declare a function as an operator.
 
@@ -313,6 +323,9 @@ def operator(
         threads: each_row only: rows under way at once, in threads; for a function that waits for a server.
         narrows: a TOKEN.bool column it reads; the masks it writes are true only where that one is (held when it runs), so that
             tokens of tools stay out of a loss (FR-M01).
+        cost: seconds that `num_rows` rows with `num_tokens` tokens take on one core, as a function of these two and of the
+            configuration (`lambda *, num_rows, num_tokens, **config: 1e-8 * num_tokens`). An estimate for planning, and no part
+            of what the operator is; so far nothing but `flowrl.testing` reads it.
 
     The function gets NumPy arrays: [N] for PROMPT and SAMPLE columns, `fr.Ragged` for TURN and TOKEN columns.
     It returns the written column, or a dict of them when it writes several. Its inputs are read-only.
@@ -343,6 +356,7 @@ def operator(
         processes,
         threads,
         narrows,
+        cost=cost,
     )
     return lambda f: Operator(f, declared, names)
 

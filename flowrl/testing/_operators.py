@@ -338,6 +338,26 @@ def text(trial: Trial) -> None:
         raise Broken(f"'{call.name}' finds something else than this operator", expected=call.hash, found=now)
 
 
+def cost(trial: Trial) -> None:
+    assert trial.operator is not None
+    config = dict(trial.call.config)
+    seen: dict[tuple[int, int], float] = {}
+    for rows in (0, 1, 10, 1000):
+        for tokens in (0, rows, 100 * rows):
+            seconds = trial.operator.cost_s(num_rows=rows, num_tokens=tokens, **config)
+            where = f"for num_rows={rows}, num_tokens={tokens}"
+            if seconds is None or not 0 <= seconds < float("inf"):
+                raise Broken(f"its cost is no number of seconds {where}", found=seconds)
+            for (fewer, less), before in seen.items():
+                if fewer <= rows and less <= tokens and before > seconds:
+                    raise Broken(
+                        f"costs less {where} than for num_rows={fewer}, num_tokens={less}",
+                        expected=before,
+                        found=seconds,
+                    )
+            seen[rows, tokens] = seconds
+
+
 def graph_of(call: OperatorCall) -> Graph:
     """The smallest graph that applies an operator."""
     nodes = (
@@ -379,6 +399,11 @@ PROPERTIES: dict[str, Property] = {
     "pickles": Property("can be pickled", pickles),
     "state": Property(
         "goes on from a saved state as if nothing had happened", state, lambda t: bool(t.call.state_param)
+    ),
+    "cost": Property(
+        "costs no less for more rows and tokens",
+        cost,
+        lambda t: t.operator is not None and t.operator.declared.cost is not None,
     ),
     "text": Property("has a text form that reads back, and a hash that is the same again", text),
 }

@@ -66,8 +66,15 @@ def two_of_each(reward: fr.SAMPLE.f32, prompt_id: fr.PROMPT.str):
     return fr.Keep(mask, {"pair_id": np.asarray(prompt_id, dtype=object)})
 
 
+@fr.operator(
+    writes=ADVANTAGE, cost=lambda *, num_rows, num_tokens, scale: scale * (1e-6 * num_rows + 1e-9 * num_tokens)
+)
+def costed(reward: fr.SAMPLE.f32, *, scale: float = 1.0):
+    return reward
+
+
 RIGHT = (
-    centred, centred_at_once, masked_sum, against_running_mean, not_long, num_words, two_of_each,
+    costed, centred, centred_at_once, masked_sum, against_running_mean, not_long, num_words, two_of_each,
 )  # fmt: skip
 
 
@@ -233,6 +240,16 @@ def keys_are_numbers(reward: fr.SAMPLE.f32, *, state: fr.State):
     return np.where(np.isfinite(reward), reward, 0.0) + seen[len(reward)]
 
 
+@fr.operator(writes=ADVANTAGE, cost=lambda *, num_rows, num_tokens: 1.0 / (1 + num_rows))
+def cheaper_by_the_dozen(reward: fr.SAMPLE.f32):
+    return reward
+
+
+@fr.operator(writes=ADVANTAGE, cost=lambda *, num_rows, num_tokens: -1.0)
+def costs_nothing_and_less(reward: fr.SAMPLE.f32):
+    return reward
+
+
 def made_here() -> Any:
     @fr.operator(writes=ADVANTAGE)
     def hidden(reward: fr.SAMPLE.f32):
@@ -282,6 +299,8 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("poison", poisoned_for_ever, "a step later"),
     ("state", keeps_outside, "its state holds a Counter"),
     ("state", keys_are_numbers, "after its state was saved by JSON"),
+    ("cost", cheaper_by_the_dozen, "costs less for num_rows=1, num_tokens=0 than for num_rows=0, num_tokens=0"),
+    ("cost", costs_nothing_and_less, "its cost is no number of seconds for num_rows=0, num_tokens=0"),
     ("pickles", made_here(), "define it at the top of a module"),
     ("text", made_here(), "cannot be imported from a text form"),
     ("text", first_twice, "finds something else than this operator"),

@@ -32,7 +32,14 @@ def test_each_broken_operator_is_caught(name: str, operator: Any, says: str) -> 
 
 
 def test_every_property_has_an_operator_that_breaks_it() -> None:
-    assert {name for name, _, _ in broken.BROKEN} | {"cost"} >= set(PROPERTIES)
+    assert {name for name, _, _ in broken.BROKEN} == set(PROPERTIES)
+
+
+def test_a_cost_is_no_part_of_what_an_operator_is() -> None:
+    assert broken.costed.cost_s(num_rows=10, num_tokens=0, scale=2.0) == pytest.approx(2e-5)
+    assert broken.centred.cost_s(num_rows=10, num_tokens=0) is None
+    bare = fr.operator(writes=broken.ADVANTAGE)(broken.costed.function)
+    assert bare.hash == broken.costed.hash and bare.bind() == broken.costed.bind()
 
 
 def test_a_failure_shows_a_small_input_and_both_answers() -> None:
