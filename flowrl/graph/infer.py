@@ -99,7 +99,8 @@ class Inference:
         known = self.writers.get(name, ())
         if known:
             calls = " or ".join(f"{path.partition('.')[2]}(rows)" for path in known[:3])
-            return f"apply an operator that writes it, {calls} (of {', '.join(known[:3])}); {hint}"
+            more = f", and {len(known) - 3} more in `flowrl ops list`" if len(known) > 3 else ""
+            return f"apply an operator that writes it, {calls} (of {', '.join(known[:3])}{more}); {hint}"
         lacking = self._data_set_without(node, name)
         if lacking:
             names = [c.name for c in self.given[lacking]]

@@ -23,8 +23,8 @@ from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
 from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
-from flowrl.graph.operators import Locality, Read, read_signature, resolve_read
-from flowrl.graph.values import freeze_config
+from flowrl.graph.operators import Locality, OperatorCall, Read, read_signature, resolve_read
+from flowrl.graph.values import EMPTY_MAP, FrozenMap, freeze_config, frozen_defaults
 from flowrl.schema.standard import LIVE
 
 ROW = Locality("row")
@@ -108,6 +108,8 @@ class Term(Loss):
     """Greatest staleness it tolerates by itself; None for any."""
     corrects: bool = False
     """True when it corrects for the difference between the sampling policy and the trainer's."""
+    defaults: FrozenMap = EMPTY_MAP
+    """Configuration values it has unless told otherwise; the text form leaves them out of the call."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -128,6 +130,12 @@ class Term(Loss):
             raise ConfigError(f"'{self.name}' is not a loss any more; found {type(found).__name__}")
         refuse_changed(self.name, self.hash, found.hash)
         return found.function
+
+
+def told(call: OperatorCall | Term) -> tuple[tuple[str, Any], ...]:
+    """The configuration that differs from the defaults."""
+    usual = {name: repr(value) for name, value in call.defaults.items}
+    return tuple((name, value) for name, value in call.config if usual.get(name) != repr(value))
 
 
 def reads_of(loss: Loss) -> tuple[Read, ...]:
@@ -278,7 +286,15 @@ class LossFunction:
             return self.function(*args, **config)
         full = freeze_config(self.__name__, self.defaults, args, config)
         reads = tuple(resolve_read(read, full, self.__name__) for read in self.reads if read.param != SEGMENTS)
-        return Term(self.name, self.hash, tuple(sorted(full.items())), reads, function=self.function, **self.properties)
+        return Term(
+            self.name,
+            self.hash,
+            tuple(sorted(full.items())),
+            reads,
+            defaults=frozen_defaults(self.defaults),
+            function=self.function,
+            **self.properties,
+        )
 
     def __copy__(self) -> LossFunction:
         return self  # it never changes

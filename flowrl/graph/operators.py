@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
 from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
-from flowrl.graph.values import FrozenMap, Scalar, freeze, freeze_config
+from flowrl.graph.values import EMPTY_MAP, FrozenMap, Scalar, freeze, freeze_config, frozen_defaults
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import Asked, ColumnType
@@ -128,6 +128,8 @@ class OperatorCall:
     """How many rows are under way at once, each in a thread: for a function that mostly waits."""
     narrows: str = ""
     """Mask it reads; the masks it writes are true only where that one is."""
+    defaults: FrozenMap = EMPTY_MAP
+    """Configuration values that were not asked for unless they differ; the text form leaves them out of the call."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -217,6 +219,7 @@ class Operator:
             processes=d.processes,
             threads=d.threads(**full) if callable(d.threads) else d.threads,
             narrows=d.narrows,
+            defaults=frozen_defaults(self.defaults),
             function=self.function,
         )
 

@@ -24,7 +24,7 @@ from typing import Any
 from flowrl.errors import PackError
 from flowrl.graph.code import public_module
 from flowrl.graph.losses import LossFunction
-from flowrl.graph.operators import Operator
+from flowrl.graph.operators import REQUIRED, Operator
 from flowrl.schema.columns import nearest
 
 GROUP = "flowrl.operators"
@@ -150,15 +150,20 @@ def writers(column: str) -> tuple[str, ...]:
 def all_writers() -> dict[str, tuple[str, ...]]:
     """For each column, the installed operators that write it when called with their defaults.
 
-    Packs that cannot be imported, and modules of losses, are left out: this is for hints.
+    Packs that cannot be imported, and modules of losses, are left out: this is for hints. What can be called as it stands
+    comes first, adapters and what needs worker processes or a server last.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[bool, bool, str]]] = {}
     for pack in packs():
         for name, operator in contents(pack, with_losses=False).operators.items():
-            declared = operator.declared.writes
-            for column in () if callable(declared) else declared:
-                found.setdefault(column, []).append(f"{pack.name}.{name}")
-    return {column: tuple(names) for column, names in found.items()}
+            declared = operator.declared
+            needs_more = any(value is REQUIRED for value in operator.defaults.values())
+            is_special = declared.processes or declared.threads != 1 or name.startswith("adapters.")
+            own = () if callable(declared.writes) else declared.writes
+            needed = {read.column for read in operator.reads if not read.is_optional}
+            for column in set(own) - needed:  # what rewrites a column cannot be its beginning
+                found.setdefault(column, []).append((needs_more, is_special, f"{pack.name}.{name}"))
+    return {column: tuple(name for *_, name in sorted(entries)) for column, entries in found.items()}
 
 
 def _matching(known: Mapping[str, Any], wanted: str) -> dict[str, Any]:

@@ -437,7 +437,7 @@ class _Values:
             reader.fail(f"a declared operator, loss or component ({nearest(token.text, self.declared)})", token)
         config = self.named(")")
         reader.expect(")", " or ','")
-        return replace(spec, config=tuple(sorted(config.items())))
+        return replace(spec, config=tuple(sorted({**dict(spec.defaults.items), **config}.items())))
 
     def _arguments(self, close: str, positional_only: bool = True) -> list[Any]:
         """Positional values; consumes `close` when nothing named may follow."""

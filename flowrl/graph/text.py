@@ -34,7 +34,7 @@ from flowrl.errors import TextError
 from flowrl.graph.code import FunctionRef
 from flowrl.graph.expressions import Binary, Col, Expression, Literal, Where
 from flowrl.graph.kinds import KINDS
-from flowrl.graph.losses import Loss, Product, Scale, Sum, Term
+from flowrl.graph.losses import Loss, Product, Scale, Sum, Term, told
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import Locality, OperatorCall, Read
 from flowrl.graph.values import Component, FrozenMap
@@ -170,7 +170,7 @@ def _value(value: Any, declared: _Declared) -> str:
             return _loss(value, declared)
         case OperatorCall():
             alias = declared.alias("operator", replace(value, config=(), function=None), value.name)
-            return f"{alias}({_named(value.config, declared)})"
+            return f"{alias}({_named(told(value), declared)})"
         case FunctionRef():
             return declared.alias("function", replace(value, function=None), value.path)
         case Component(name, args, kwargs):
@@ -210,7 +210,7 @@ def _loss(loss: Loss, declared: _Declared) -> str:
     match loss:
         case Term():
             alias = declared.alias("loss", replace(loss, config=(), function=None), loss.name)
-            return f"{alias}({_named(loss.config, declared)})"
+            return f"{alias}({_named(told(loss), declared)})"
         case Sum(parts):
             added = [
                 f"({_loss(p, declared)})" if isinstance(p, Sum) and len(p.parts) > 1 else _loss(p, declared)

@@ -141,6 +141,9 @@ class FrozenMap:
     items: tuple[tuple[str, Any], ...]
 
 
+EMPTY_MAP = FrozenMap(())
+
+
 def thaw(value: Any) -> Any:
     """Back to plain Python: functions, dicts, lists become usable values."""
     if isinstance(value, FunctionRef):
@@ -150,6 +153,13 @@ def thaw(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(thaw(v) for v in value)
     return value
+
+
+def frozen_defaults(defaults: Mapping[str, Any]) -> FrozenMap:
+    """The configuration values that need not be given, by name."""
+    from flowrl.graph.operators import REQUIRED
+
+    return FrozenMap(tuple(sorted((name, value) for name, value in defaults.items() if value is not REQUIRED)))
 
 
 def freeze_config(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flowrl.errors import Problem
 from flowrl.graph.checks.facts import Facts, nearest_before, problem
 from flowrl.graph.infer import Inference
-from flowrl.graph.losses import Term, is_live, reads_of, uncorrected
+from flowrl.graph.losses import Term, is_live, reads_of, told, uncorrected
 from flowrl.graph.nodes import Node
 
 
@@ -79,4 +79,4 @@ def _mixed_by(scope: Inference, node: Node) -> str:
 
 
 def _call(term: Term) -> str:
-    return f"losses.{term.short_name}({', '.join(f'{name}={value!r}' for name, value in term.config)})"
+    return f"losses.{term.short_name}({', '.join(f'{name}={value!r}' for name, value in told(term))})"

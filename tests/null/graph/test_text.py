@@ -25,9 +25,9 @@ flow grpo
   ref = input(kind="weights")
   rollout = rollout(policy, prompts; n=8, temperature=1.0)
   math = apply(rollout; operator=math())
-  group_norm = apply(math; operator=group_norm(eps=1e-06))
+  group_norm = apply(math; operator=group_norm())
   ref_logprobs = logprobs(ref, group_norm; out="ref_logprobs")
-  update = update(policy, ref_logprobs; average="token_mean", loss=ppo_clip(clip=0.2, high=None) + 0.001 * kl(estimator="k3"))
+  update = update(policy, ref_logprobs; average="token_mean", loss=ppo_clip() + 0.001 * kl())
   return update
 
 operator math = "tests.null.graph.pieces:math"
@@ -46,6 +46,7 @@ operator group_norm = "tests.null.graph.pieces:group_norm"
   writes advantage: SAMPLE.f32
   locality group prompt_id
   min_group 2
+  defaults {"eps": 1e-06}
 
 loss ppo_clip = "tests.null.graph.pieces:ppo_clip"
   hash "HASH"
@@ -53,12 +54,14 @@ loss ppo_clip = "tests.null.graph.pieces:ppo_clip"
   reads old_logprobs: TOKEN.f32 or live logprobs
   reads advantages: TOKEN.f32 or broadcast advantage
   locality row
+  defaults {"clip": 0.2, "high": None}
 
 loss kl = "tests.null.graph.pieces:kl"
   hash "HASH"
   reads logprobs
   reads ref_logprobs: TOKEN.f32
   locality row
+  defaults {"estimator": "k3"}
 """
 
 
@@ -276,3 +279,16 @@ no indentation here"""
 
     # fmt: on
     assert code_hash(tricky) != first
+
+
+def test_only_what_differs_from_the_defaults_is_written_and_all_of_it_read() -> None:
+    @fr.flow
+    def other(prompts, policy):
+        rows = p.group_norm(p.math(fr.rollout(policy, prompts, n=4)), eps=1e-3)
+        return fr.update(policy, rows, loss=p.ppo_clip(0.2, high=0.28))
+
+    graph = other.graph()
+    text = to_text(graph)
+    assert "group_norm(eps=0.001)" in text and "ppo_clip(high=0.28)" in text
+    assert dict(from_text(text)["update"]["loss"].config) == {"clip": 0.2, "high": 0.28}
+    assert from_text(text) == graph
