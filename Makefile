@@ -9,7 +9,7 @@ INPUTS := pyproject.toml operators/pyproject.toml requirements/constraints.txt
 ARGS   ?=
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-null test-slow test-gpu check format docs bench lock clean
+.PHONY: help demo test test-null test-slow test-gpu test-adapters check format docs bench lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,6 +29,9 @@ test-slow: $(VENV)/.ready-test  ## the tests that take minutes
 
 test-gpu:  ## the tests that need a CUDA device, in the Python that is active (or PY=...)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -m gpu $(ARGS)
+
+test-adapters: $(VENV)/.ready-test  ## adapters against the real verl and verifiers, each in an environment of its own
+	$(PY) requirements/adapters.py
 
 check: $(VENV)/.ready-test  ## style, types, direction of imports
 	$(PY) -m ruff check .

@@ -138,7 +138,7 @@ def fresh(
     given here: right wherever the newest rows come from the present weights, as beside a buffer of older ones.
 
     A group keeps its fresh rows and loses the others, with their rewards. To let the reward of a stale sibling count in the
-    baseline, compute the advantage first, or mask it with `samplers.mask_stale`.
+    baseline, compute the advantage first, or mask it with `masks.stale`.
     """
     return staleness(min_policy_version, max_policy_version, trainer_version) <= _least("fresh", most)
 

@@ -10,6 +10,7 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._drift import ArrayRows, within
+from flowrl_operators.filters import staleness
 
 LOSS_MASK = {"loss_mask": fr.TOKEN.bool}
 
@@ -99,3 +100,23 @@ def second_moment(
     kept = np.zeros(len(loss_mask.values), bool)
     kept[inside[order[:count]]] = True
     return fr.Ragged.like(kept, loss_mask)
+
+
+@fr.operator(writes=LOSS_MASK, replaces=True, locality="batch", narrows="loss_mask")
+def stale(
+    loss_mask: fr.TOKEN.bool,
+    min_policy_version: fr.SAMPLE.i32,
+    max_policy_version: fr.SAMPLE.i32 = None,
+    trainer_version: fr.SAMPLE.i32 = None,
+    *,
+    most: int = 0,
+):
+    """Take the rows that are more than `most` versions old out of the loss; staleness as in `filters.fresh`.
+
+    After the advantage: the reward of a stale sibling then counts in its group's baseline, and its tokens do not train.
+    Before it, the row says nothing at all, as with `filters.fresh`.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise ConfigError(f"masks.stale needs most, a number of versions of at least 0; found {most!r}")
+    keep = staleness(min_policy_version, max_policy_version, trainer_version) <= most
+    return fr.Ragged.like(loss_mask.values.astype(bool) & loss_mask.spread(keep), loss_mask)

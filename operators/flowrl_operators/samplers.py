@@ -18,7 +18,6 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
-from flowrl_operators.filters import staleness
 
 METHODS = ("balanced", "greedy")
 FITS = ("longest_first", "first_fit", "in_order")
@@ -297,35 +296,6 @@ def _numbered(parts: list[np.ndarray], count: int) -> np.ndarray:
     for part, rows in enumerate(parts):
         number[rows] = part
     return number
-
-
-def _mask_out(*, out: str, **_: object) -> dict[str, fr.ColumnType]:
-    return {out: fr.TOKEN.bool}
-
-
-@fr.operator(writes=_mask_out, locality="batch", replaces=True)
-def mask_stale(
-    loss_mask: fr.TOKEN.bool,
-    min_policy_version: fr.SAMPLE.i32,
-    max_policy_version: fr.SAMPLE.i32 = None,
-    trainer_version: fr.SAMPLE.i32 = None,
-    *,
-    most: int = 0,
-    out: str = "loss_mask",
-):
-    """Take the rows that are more than `most` versions old out of the loss; staleness as in `filters.fresh`.
-
-    After the advantage: the reward of a stale sibling then counts in its group's baseline, and its tokens do not train.
-    Before it, the row says nothing at all, as with `filters.fresh`.
-
-    Args:
-        out: the column written. Behind a rollout with an environment narrow the mask in sight of the checks (FR-M01): write
-            another column and take `rows["loss_mask"] & rows[out]`.
-    """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise ConfigError(f"mask_stale needs most, a number of versions of at least 0; found {most!r}")
-    keep = staleness(min_policy_version, max_policy_version, trainer_version) <= most
-    return fr.Ragged.like(loss_mask.values.astype(bool) & loss_mask.spread(keep), loss_mask)
 
 
 def sums_of(lengths: Sequence[float] | np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:

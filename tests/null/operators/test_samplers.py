@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError, DataError
 from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
 from flowrl.testing import operator_cases
-from flowrl_operators import advantages, samplers
+from flowrl_operators import advantages, masks, samplers
 
 lengths = st.lists(st.integers(0, 60), min_size=1, max_size=24)
 SHARES = [samplers.balanced_parts, samplers.greedy_parts]
@@ -180,7 +180,7 @@ def test_a_stale_sibling_counts_and_does_not_train() -> None:
         },
         types,
     )
-    group_norm, mask_stale = advantages.group_norm.bind(scale="none"), samplers.mask_stale.bind(most=1)
+    group_norm, mask_stale = advantages.group_norm.bind(scale="none"), masks.stale.bind(most=1)
     scored = run_operator(group_norm, rows).rows
     done = run_operator(mask_stale, scored).rows
     # the mean is that of the three rows with a token that trains, the stale one among them
@@ -192,17 +192,17 @@ def test_a_stale_sibling_counts_and_does_not_train() -> None:
 
 
 def test_a_mask_under_another_name_leaves_the_loss_mask_alone() -> None:
-    call = samplers.mask_stale.bind(most=0, out="fresh")
+    call = masks.stale.bind(most=0, out="fresh")
     assert [column.name for column in call.writes] == ["fresh"]
     with pytest.raises(ConfigError, match="most"):
-        samplers.mask_stale(fr.Ragged.of([[True]]), np.asarray([1]), most=True)
+        masks.stale(fr.Ragged.of([[True]]), np.asarray([1]), most=True)
 
 
 PLACES = {"order": "rows of equal length are told apart by their place"}
 CASES = [
     *operator_cases(samplers.part_by_length, config=[{"parts": 3}, {"parts": 2, "method": "greedy"}], skip=PLACES),
     *operator_cases(samplers.batch_by_tokens, config=[{"max_tokens": 4}], skip=PLACES),
-    *operator_cases(samplers.mask_stale, config=[{}, {"most": 1, "out": "fresh"}]),
+    *operator_cases(masks.stale, config=[{}, {"most": 1, "out": "fresh"}]),
 ]
 
 
