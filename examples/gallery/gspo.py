@@ -17,6 +17,6 @@ def gspo(prompts, policy, *, group_size=8):
     return fr.update(
         policy,
         fr.repeat(rows, minibatches=2),
-        loss=losses.ppo_clip(3e-4, high=4e-4, level="geometric"),
+        loss=losses.gspo(3e-4, high=4e-4),
         average="sequence_mean",
     )

@@ -23,7 +23,7 @@ from flowrl_operators.losses._preferences import DIVERGENCES, DPO_KINDS, aot, dp
 from flowrl_operators.losses._reference_free import CPO_KINDS, chosen_nll, cpo, orpo, simpo
 from flowrl_operators.losses._regularisers import entropy_bonus, full_kl, kl
 from flowrl_operators.losses._reward_models import bradley_terry
-from flowrl_operators.losses._sequence import gmpo, vespo
+from flowrl_operators.losses._sequence import gmpo, gspo, vespo
 from flowrl_operators.losses._trust_region import dppo
 from flowrl_operators.losses._unpaired import bco, kto
 from flowrl_operators.losses._values import value_clip
@@ -47,6 +47,7 @@ __all__ = [
     "forward_kl",
     "full_kl",
     "gmpo",
+    "gspo",
     "ipo",
     "jsd",
     "kl",

@@ -8,9 +8,37 @@ from typing import TYPE_CHECKING, Any
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators.losses._common import Bound, fraction, held, row_mean
+from flowrl_operators.losses._policy import ppo_clip
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
+
+
+@fr.loss
+def gspo(
+    logprobs: fr.TOKEN.f32,
+    old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
+    advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any,
+    *,
+    clip: float = 3e-4,
+    high: float | None = 4e-4,
+    token: bool = False,
+) -> Output:
+    """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean of d over its tokens).
+
+    From Zheng et al. (arXiv 2507.18071), with its bounds; average by `sequence_mean`, as the paper does. It is `ppo_clip` with
+    level `"geometric"`, which has further options.
+
+    Args:
+        clip, high: how far below and above 1 the ratio counts; high=None takes `clip`.
+        token: GSPO-token: the same value, differentiated at each token through that token alone. The same gradient unless the
+            advantage differs between the tokens of a response.
+
+    Metrics: as in `ppo_clip`.
+    """
+    level = "geometric_token" if token else "geometric"
+    return ppo_clip.function(logprobs, old_logprobs, advantages, segments, clip=clip, high=high, level=level)
 
 
 @fr.loss(per="sample")

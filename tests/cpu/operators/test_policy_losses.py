@@ -242,3 +242,21 @@ def test_a_ratio_to_the_sampler_is_a_renamed_column() -> None:
         return fr.update(policy, rows, loss=losses.cispo(low=1.0))
 
     assert learns.graph().check() == ()
+
+
+@pytest.mark.parametrize("token", [False, True])
+def test_gspo_is_ppo_clip_with_the_ratio_of_the_response(token: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    columns = {"old_logprobs": old, "advantages": torch.randn(3, 5, generator=generator, dtype=torch.float64)}
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    level = "geometric_token" if token else "geometric"
+    found = []
+    for loss in (losses.gspo(token=token), losses.ppo_clip(3e-4, high=4e-4, level=level)):
+        leaf = (
+            old + 0.01 * torch.randn(3, 5, generator=generator.manual_seed(1), dtype=torch.float64)
+        ).requires_grad_()
+        value, _ = fr.apply_loss(loss, {**columns, "logprobs": leaf}, mask, average="sequence_mean")
+        value.backward()
+        found.append((value.item(), leaf.grad))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
