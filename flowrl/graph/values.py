@@ -156,10 +156,22 @@ def thaw(value: Any) -> Any:
 
 
 def frozen_defaults(defaults: Mapping[str, Any]) -> FrozenMap:
-    """The configuration values that need not be given, by name."""
-    from flowrl.graph.operators import REQUIRED
+    """The configuration values that a text need not give, by name.
 
-    return FrozenMap(tuple(sorted((name, value) for name, value in defaults.items() if value is not REQUIRED)))
+    A function, an operator or a component is given even so: it is declared in the text, by its hash.
+    """
+    return FrozenMap(tuple(sorted((name, value) for name, value in defaults.items() if _is_plain(value))))
+
+
+def _is_plain(value: Any) -> bool:
+    match value:
+        case None | bool() | int() | float() | str():
+            return True
+        case tuple():
+            return all(map(_is_plain, value))
+        case FrozenMap(items):
+            return all(_is_plain(v) for _, v in items)
+    return False
 
 
 def freeze_config(
