@@ -102,7 +102,9 @@ class Ragged:
         """Sum per row, [N]; only where `where` is true."""
         values = self.values if where is None else np.where(self._values_of(where), self.values, 0)
         total = np.zeros((len(self), *values.shape[1:]), np.float64 if values.dtype.kind == "f" else np.int64)
-        np.add.at(total, self.row_index, values)
+        filled = np.flatnonzero(self.lengths)
+        if len(filled):
+            total[filled] = np.add.reduceat(values, self.offsets[:-1][filled], axis=0, dtype=total.dtype)
         return total
 
     def mean(self, where: Ragged | None = None) -> np.ndarray:

@@ -29,12 +29,7 @@ def checked(name: str, value: str, known: tuple[str, ...], where: str) -> str:
 
 def row_sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """[N] sum of each row's values [T]; 0 for empty rows. Whole numbers and booleans are summed as integers."""
-    kind = np.float64 if values.dtype.kind == "f" else np.int64
-    total = np.zeros(len(offsets) - 1, kind)
-    filled = np.flatnonzero(np.diff(offsets))
-    if len(filled):
-        total[filled] = np.add.reduceat(values, offsets[:-1][filled], dtype=kind)
-    return total
+    return fr.Ragged(values, offsets).sum()
 
 
 def any_in_row(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
