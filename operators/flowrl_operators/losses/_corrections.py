@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._drift import importance, within
+from flowrl_operators.losses._common import row_mean
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
@@ -178,7 +179,12 @@ def off_policy_mask(
 
 @fr.loss(corrects=True, max_staleness=None)
 def stored_importance(
-    weight: fr.TOKEN.f32.named_by("by"), segments: Any, *, by: str = "importance", level: str = "token"
+    weight: fr.TOKEN.f32.named_by("by"),
+    segments: Any,
+    *,
+    by: str = "importance",
+    level: str = "token",
+    length_eps: float = 0.0,
 ) -> Output:
     """A stored weight per token to multiply another term with, e.g. that of `importance.importance_weights`.
 
@@ -189,10 +195,13 @@ def stored_importance(
         by: name of the column.
         level: `"token"`, or `"geometric"`: each row's geometric mean, for a loss with one ratio per row (verl's GMPO), to
             which a weight of 0 counts as 1e-10 (that is added to each).
+        length_eps: added to the tokens of a row that the geometric mean divides by (verl: 1e-8).
 
     Metrics: `importance`.
     """
     if level not in ("token", "geometric"):
         raise ConfigError(f"stored_importance level is 'token' or 'geometric'; found {level!r}")
-    chosen = weight if level == "token" else segments.spread(segments.mean((weight + 1e-10).log()).exp())
+    if level == "token":
+        return weight, {"importance": weight}
+    chosen = segments.spread(row_mean((weight + 1e-10).log(), segments, length_eps).exp())
     return chosen, {"importance": chosen}

@@ -19,7 +19,7 @@ from flowrl_operators import losses
 from flowrl_operators.importance import importance_weights
 from tests.golden.guards import ADDED, guarded, padded_tokens
 from tests.golden.padded import loss_and_gradient, tensor
-from tests.golden.pieces.rollout_correction import bounds_of, rejection
+from tests.golden.pieces.rollout_correction import bounds_of, mean_over_padded_mean, rejection
 from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
 
@@ -41,17 +41,14 @@ def answer(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", **options: 
 
 
 def answer_padded(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", factor: float = 1.0, **average: Any) -> Any:
-    """`answer` for losses of a ratio per row whose system divides the row's sums by n + 1e-8: log-ratios, advantages and the
-    logarithms of weights carry n / (n + 1e-8), and so does the gradient."""
+    """`answer` for losses of a ratio per row whose system divides the row's sums by n + 1e-8: log-ratios carry n / (n + 1e-8),
+    and so does the gradient."""
     mask = tensor(case, "mask")
     count = mask.sum(1, keepdim=True)
     share = count / (count + ADDED)
     live, base = tensor(case, "log_probs", grad=True), tensor(case, old)
     given = {ours: tensor(case, theirs) for ours, theirs in COLUMNS.items() if theirs in case.inputs}
     given |= {"logprobs": base + share * (live - base), "old_logprobs": base}
-    if "importance" in given:
-        given["importance"] = (given["importance"] + 1e-10) ** share - 1e-10  # both add it
-        given["advantages"] = given["advantages"] * share
     value, _ = fr.apply_loss(loss, given, mask, **average)
     value = factor * value
     (gradient,) = torch.autograd.grad(value, live)
@@ -101,7 +98,10 @@ def verl_bypass(case: Case) -> Any:
         )
         if "raises" in case.outputs and not weights.values.any():
             return Contract("where nothing is left to weigh, weights are 0 and training goes on", holds=True)
-        case, loss = with_input(case, importance=matrix(weights)), loss * losses.stored_importance()
+        stored = matrix(weights)
+        if p.get("rollout_is_batch_normalize"):
+            stored = stored * mean_over_padded_mean(stored, mask > 0, p["rollout_is"])
+        case, loss = with_input(case, importance=stored), loss * losses.stored_importance()
     if p["rollout_rs"] is not None:
         options, specs = p["rollout_rs"].split(","), str(p["rollout_rs_threshold"]).split(",")
         kept = mask > 0
@@ -111,27 +111,12 @@ def verl_bypass(case: Case) -> Any:
     return answer(case, loss, **verl_average(case))
 
 
-def verl_weighted(case: Case, found: re.Match[str]) -> Any:
-    """One of its losses times given weights."""
-    p = case.params
+def verl_weighted(case: Case, loss: fr.Loss, **options: Any) -> tuple[Case, fr.Loss]:
+    """Every loss of verl may be multiplied with given weights."""
+    if "rollout_is_weights" not in case.inputs:
+        return case, loss
     case = with_input(case, importance=case.array("rollout_is_weights"))
-    if found["base"] == "gmpo":  # a number per row, over all rows; so is the weight
-        loss = losses.gmpo(p["clip_ratio_low"], high=p["clip_ratio_high"], log_ratio_clip=None)
-        weight = losses.stored_importance(level="geometric")
-        return answer_padded(case, loss * weight, average="sequence_mean", average_rows="all")
-    return answer(case, verl_base(found["base"], p) * losses.stored_importance(), **verl_average(case))
-
-
-def verl_base(name: str, p: dict[str, Any]) -> fr.Loss:
-    if name == "gpg":
-        return losses.reinforce()
-    if name == "cispo":
-        return losses.cispo(p["clip_ratio_high"], low=p["clip_ratio_low"])
-    if name == "gspo":
-        return losses.ppo_clip(
-            p["clip_ratio_low"], high=p["clip_ratio_high"], level="geometric_token", log_ratio_clip=(None, 10.0)
-        )
-    return losses.ppo_clip(p["clip_ratio_low"], high=p["clip_ratio_high"], dual=p["clip_ratio_c"])
+    return case, loss * losses.stored_importance(**options)
 
 
 # --- OpenRLHF -----------------------------------------------------------------------------------------------------------
@@ -360,7 +345,6 @@ CONVENTIONS: dict[str, Callable[[Case], Any]] = {
 
 PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"verl\.bypass_.*", lambda case, found: verl_bypass(case)),
-    (r"verl\.(?P<base>ppo|gmpo|gpg|cispo|gspo)_with_rollout_is.*", verl_weighted),
     (r"openrlhf\.ppo_is_(token|seq)_(mask|clip)_(ratio|binary_kl|tv)", openrlhf_gated),
     (r"nemo\.ppo_(tis|icepop|seq-mask-tis|is_untruncated).*", nemo_corrected),
     (r"nemo\.guard_.*", nemo_corrected),

@@ -23,6 +23,7 @@ COLUMNS = {
     "advantages": "advantages",
     "entropy": "entropies",
     "reward": "scores",
+    "importance": "importance",
 }
 CLIPPED = {"clip_fraction": "clip_fraction"}
 
@@ -61,6 +62,7 @@ def metric(case: Case, loss: fr.Loss, columns: Mapping[str, str], name: str) -> 
 
 def verl(case: Case, loss: fr.Loss, figures: Mapping[str, str] | None = None, **average: Any) -> Any:
     average = average or corrections.verl_average(case)
+    case, loss = corrections.verl_weighted(case, loss)
     return answer(case, loss, figures=figures, count=padded_tokens(case), **average)
 
 
@@ -72,17 +74,23 @@ def verl_ppo(case: Case, found: re.Match[str]) -> Any:
 
 
 def verl_gspo(case: Case, found: re.Match[str]) -> Any:
-    return verl(case, corrections.verl_base("gspo", case.params), {"actor/pg_clipfrac": "clip_fraction"})
+    p = case.params
+    loss = losses.ppo_clip(
+        p["clip_ratio_low"], high=p["clip_ratio_high"], level="geometric_token", log_ratio_clip=(None, 10.0)
+    )
+    return verl(case, loss, {"actor/pg_clipfrac": "clip_fraction"})
 
 
 def verl_gmpo(case: Case, found: re.Match[str]) -> Any:
     p = case.params
     loss = losses.gmpo(p["clip_ratio_low"], high=p["clip_ratio_high"], length_eps=ADDED, log_ratio_clip=None)
-    return verl(case, loss, average="sequence_mean", average_rows="all")
+    case, loss = corrections.verl_weighted(case, loss, level="geometric", length_eps=ADDED)
+    return answer(case, loss, average="sequence_mean", average_rows="all")
 
 
 def verl_cispo(case: Case, found: re.Match[str]) -> Any:
-    return verl(case, corrections.verl_base("cispo", case.params), {"actor/pg_clipfrac": "clip_fraction"})
+    loss = losses.cispo(case.params["clip_ratio_high"], low=case.params["clip_ratio_low"])
+    return verl(case, loss, {"actor/pg_clipfrac": "clip_fraction"})
 
 
 def verl_sapo(case: Case, found: re.Match[str]) -> Any:
@@ -116,7 +124,10 @@ def verl_dppo(case: Case, found: re.Match[str]) -> Any:
         high=p["clip_ratio_high"],
         cap=p["clip_ratio_c"],
     )
-    return verl(case, loss, {"actor/pg_clipfrac": "clip_fraction"})
+    pushes = case.array("advantages")[
+        case.array("mask") > 0
+    ].all()  # it counts tokens without an advantage as dropped too
+    return verl(case, loss, {"actor/pg_clipfrac": "clip_fraction"} if pushes else {})
 
 
 def verl_dro(case: Case, found: re.Match[str]) -> Any:
@@ -429,7 +440,7 @@ CONVENTIONS: dict[str, Callable[[Case], Any]] = {**corrections.CONVENTIONS}
 
 PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     *corrections.PATTERNS,
-    (r"verl\.(ppo_dualclip|clip_higher|ppo_token|ppo_seq)\w*(-\w+)*", verl_ppo),
+    (r"verl\.(ppo|clip_higher|dual_?clip|dapo|vanilla).*", verl_ppo),
     (r"verl\.gspo_.*", verl_gspo),
     (r"verl\.gmpo.*", verl_gmpo),
     (r"verl\.cispo.*", verl_cispo),

@@ -40,11 +40,11 @@ def verl_weights(case: Case, found: re.Match[str]) -> Any:
         why = "nothing is left to weigh: weights are 0 and training goes on" if inside.any() else "no token: no weight"
         return Contract(why, not weights.any())
     if p["rollout_is_batch_normalize"]:
-        weights = weights * _mean_over_padded_mean(weights, inside, p["rollout_is"])
+        weights = weights * mean_over_padded_mean(weights, inside, p["rollout_is"])
     return {"weights": weights, "mask": inside.astype(float)}
 
 
-def _mean_over_padded_mean(weights: np.ndarray, inside: np.ndarray, level: str) -> float:
+def mean_over_padded_mean(weights: np.ndarray, inside: np.ndarray, level: str) -> float:
     # verl's mean divides by count + 1e-8: over all tokens, or within each row before the mean over rows
     count = inside.sum(1) if level == "sequence" else inside.sum(keepdims=True).reshape(-1)
     sums = weights.sum(1) if level == "sequence" else weights.sum(keepdims=True).reshape(-1)
