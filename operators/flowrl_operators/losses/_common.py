@@ -26,7 +26,7 @@ def held(values: Tensor, bound: Bound) -> Tensor:
 
 
 def log_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, segments: Any, level: str, bound: Bound, *, length_eps: float = 0.0
+    logprobs: Tensor, old_logprobs: Tensor, segments: Any, level: str, bound: Bound, *, count_eps: float = 0.0
 ) -> Tensor:
     """[T] log of the ratio between the policy and the one it is compared with, d = logprobs - old_logprobs, held in `bound`.
 
@@ -44,20 +44,20 @@ def log_ratio(
         )
     if level == "sequence":
         return held(segments.spread(segments.sum(difference)), bound)
-    mean = segments.spread(row_mean(difference, segments, length_eps))
+    mean = segments.spread(row_mean(difference, segments, count_eps))
     if level == "geometric":
         return held(mean, bound)
     return held(logprobs - logprobs.detach() + mean.detach(), bound)
 
 
-def row_mean(values: Tensor, segments: Any, length_eps: float = 0.0) -> Tensor:
-    """[T] to [N]: the mean over each row's n tokens, or their sum / (n + length_eps); 0 for rows without tokens."""
-    if not length_eps:
+def row_mean(values: Tensor, segments: Any, count_eps: float = 0.0) -> Tensor:
+    """[T] to [N]: the mean over each row's n tokens, or their sum / (n + count_eps); 0 for rows without tokens."""
+    if not count_eps:
         found: Tensor = segments.mean(values)
         return found
-    if not length_eps > 0:
-        raise ConfigError(f"length_eps is a number of at least 0; found {length_eps!r}")
-    padded: Tensor = segments.sum(values) / (segments.lengths.to(values.dtype) + length_eps)
+    if not count_eps > 0:
+        raise ConfigError(f"count_eps is a number of at least 0; found {count_eps!r}")
+    padded: Tensor = segments.sum(values) / (segments.lengths.to(values.dtype) + count_eps)
     return padded
 
 

@@ -184,7 +184,7 @@ def stored_importance(
     *,
     by: str = "importance",
     level: str = "token",
-    length_eps: float = 0.0,
+    count_eps: float = 0.0,
 ) -> Output:
     """A stored weight per token to multiply another term with, e.g. that of `importance.importance_weights`.
 
@@ -195,7 +195,7 @@ def stored_importance(
         by: name of the column.
         level: `"token"`, or `"geometric"`: each row's geometric mean, for a loss with one ratio per row (verl's GMPO), to
             which a weight of 0 counts as 1e-10 (that is added to each).
-        length_eps: added to the tokens of a row that the geometric mean divides by (verl: 1e-8).
+        count_eps: added to the number of tokens in the geometric mean (verl: 1e-8).
 
     Metrics: `importance`.
     """
@@ -203,5 +203,5 @@ def stored_importance(
         raise ConfigError(f"stored_importance level is 'token' or 'geometric'; found {level!r}")
     if level == "token":
         return weight, {"importance": weight}
-    chosen = segments.spread(row_mean((weight + 1e-10).log(), segments, length_eps).exp())
+    chosen = segments.spread(row_mean((weight + 1e-10).log(), segments, count_eps).exp())
     return chosen, {"importance": chosen}

@@ -29,7 +29,7 @@ def ppo_clip(
     dual: float | None = None,
     level: str = "token",
     row_advantage: bool = False,
-    length_eps: float = 0.0,
+    count_eps: float = 0.0,
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """PPO's clipped surrogate: max(-r A, -clip(r, 1 - clip, 1 + high) A).
@@ -48,7 +48,7 @@ def ppo_clip(
             exp(sum of d), the ratio of whole responses (TRL's RLOO). With a level above the token average by
             `sequence_mean`, as GSPO does.
         row_advantage: take the mean of A over the row at each of its tokens (AReaL's GSPO).
-        length_eps: added to the tokens of a row that the mean of d divides by (NeMo-RL: 1e-8).
+        count_eps: added to the number of tokens in the mean of d (NeMo-RL: 1e-8).
         log_ratio_clip: log r is held within this on both sides so that exp cannot overflow, or within (low, high), either of
             them None; None takes it as it is. No gradient where it acts. (verl, OpenRLHF, SkyRL: 20 per token; verl's GSPO:
             (None, 10); TRL, NeMo-RL, AReaL, slime, ROLL: None.)
@@ -62,7 +62,7 @@ def ppo_clip(
         raise ConfigError(
             f"ppo_clip needs clip > 0, high > 0 and dual > 1; found clip={clip!r}, high={high!r}, dual={dual!r}"
         )
-    difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip, length_eps=length_eps)
+    difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip, count_eps=count_eps)
     if row_advantage:
         if segments is None:
             raise ConfigError("row_advantage=True needs the rows of the tokens: pass segments")

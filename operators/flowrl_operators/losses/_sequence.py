@@ -50,7 +50,7 @@ def gmpo(
     *,
     clip: float = 0.4,
     high: float | None = None,
-    length_eps: float = 0.0,
+    count_eps: float = 0.0,
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """GMPO, one number per row: -A exp(mean of c), c = d held in [-clip, high] on the side that A pushes it to.
@@ -61,7 +61,7 @@ def gmpo(
     Args:
         clip: how far below 0 the log-ratio counts where A < 0 (a bound of d, not of exp(d)).
         high: how far above where A > 0; None takes `clip`.
-        length_eps: added to the tokens of a row that means over it divide by (verl: 1e-8).
+        count_eps: added to the number of tokens in means over a row (verl: 1e-8).
         log_ratio_clip: d is held within this before; see `ppo_clip`.
 
     Metrics: `clip_fraction`, `clip_low_fraction`, `clip_high_fraction` (tokens), `ratio` (rows).
@@ -74,7 +74,7 @@ def gmpo(
     difference = held(logprobs - old_logprobs, log_ratio_clip)
     side = advantages.sign()
     kept = side * torch.minimum(side * difference, side * difference.clamp(-clip, upper))
-    ratio = row_mean(kept, segments, length_eps).exp()
+    ratio = row_mean(kept, segments, count_eps).exp()
     low_clip, high_clip = (side < 0) & (difference < -clip), (side > 0) & (difference > upper)
     metrics = {
         "clip_fraction": fraction(low_clip | high_clip, ratio),
@@ -82,7 +82,7 @@ def gmpo(
         "clip_high_fraction": fraction(high_clip, ratio),
         "ratio": ratio.detach(),
     }
-    return -row_mean(advantages, segments, length_eps) * ratio, metrics
+    return -row_mean(advantages, segments, count_eps) * ratio, metrics
 
 
 @fr.loss

@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 import flowrl as fr
 from flowrl_operators import losses
 from flowrl_operators.importance import importance_weights
 from tests.golden.guards import ADDED, guarded, padded_tokens
-from tests.golden.padded import loss_and_gradient, tensor
+from tests.golden.padded import loss_and_gradient
 from tests.golden.pieces.rollout_correction import bounds_of, mean_over_padded_mean, rejection
 from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
@@ -38,24 +37,6 @@ def answer(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", **options: 
     given = {ours: theirs for ours, theirs in columns.items() if theirs in case.inputs}
     found = loss_and_gradient(case, loss, given, **options)
     return guarded(case, found, "grad_log_prob")
-
-
-def answer_padded(case: Case, loss: fr.Loss, *, old: str = "old_log_probs", factor: float = 1.0, **average: Any) -> Any:
-    """`answer` for losses of a ratio per row whose system divides the row's sums by n + 1e-8: log-ratios carry n / (n + 1e-8),
-    and so does the gradient."""
-    mask = tensor(case, "mask")
-    count = mask.sum(1, keepdim=True)
-    share = count / (count + ADDED)
-    live, base = tensor(case, "log_probs", grad=True), tensor(case, old)
-    given = {ours: tensor(case, theirs) for ours, theirs in COLUMNS.items() if theirs in case.inputs}
-    given |= {"logprobs": base + share * (live - base), "old_logprobs": base}
-    value, _ = fr.apply_loss(loss, given, mask, **average)
-    value = factor * value
-    (gradient,) = torch.autograd.grad(value, live)
-    inside = mask.numpy() > 0
-    return guarded(
-        case, {"loss": value.item(), "grad_log_prob": np.where(inside, gradient.numpy(), 0.0)}, "grad_log_prob"
-    )
 
 
 def with_input(case: Case, **inputs: np.ndarray) -> Case:
@@ -186,10 +167,10 @@ def nemo_corrected(case: Case, found: re.Match[str]) -> Any:
         high=p.get("ratio_clip_max", 0.2),
         dual=p.get("ratio_clip_c"),
         level="geometric" if p.get("sequence_level_importance_ratios") else "token",
+        count_eps=ADDED,
         log_ratio_clip=None,
     )
-    is_row = p.get("sequence_level_importance_ratios")
-    return (answer_padded if is_row else answer)(case, loss * nemo_importance(case), **nemo_average(case))
+    return answer(case, loss * nemo_importance(case), **nemo_average(case))
 
 
 # --- SkyRL --------------------------------------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ def verl_gspo(case: Case, found: re.Match[str]) -> Any:
 
 def verl_gmpo(case: Case, found: re.Match[str]) -> Any:
     p = case.params
-    loss = losses.gmpo(p["clip_ratio_low"], high=p["clip_ratio_high"], length_eps=ADDED, log_ratio_clip=None)
-    case, loss = corrections.verl_weighted(case, loss, level="geometric", length_eps=ADDED)
+    loss = losses.gmpo(p["clip_ratio_low"], high=p["clip_ratio_high"], count_eps=ADDED, log_ratio_clip=None)
+    case, loss = corrections.verl_weighted(case, loss, level="geometric", count_eps=ADDED)
     return answer(case, loss, average="sequence_mean", average_rows="all")
 
 
@@ -170,7 +170,7 @@ def nemo(case: Case, found: re.Match[str]) -> Any:
             old = ""  # without the column the ratio is to the live policy itself
         level = "geometric" if p.get("sequence_level_importance_ratios") else "token"
         dual = p.get("ratio_clip_c")
-        loss = losses.ppo_clip(low, high=high, dual=dual, level=level, length_eps=ADDED, log_ratio_clip=None)
+        loss = losses.ppo_clip(low, high=high, dual=dual, level=level, count_eps=ADDED, log_ratio_clip=None)
     if beta := p.get("reference_policy_kl_penalty"):
         kind = p.get("reference_policy_kl_type", "k3")
         loss = loss + beta * losses.kl(kind, importance="value", against=None, value_clip=10.0)
