@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.errors import ConfigError
+from flowrl_operators._kl import kl_estimate
+from flowrl_operators._options import checked
 
 STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl")
 DIRECTIONS = ("from_rollout", "from_old", "both")
@@ -72,7 +74,7 @@ def importance(
     Args:
         xp: the module the values belong to, `torch` or `numpy`.
     """
-    _one_of("level", level, LEVELS)
+    checked("level", level, LEVELS, "importance weights")
     log_ratio, is_unknown = _known(xp, old, rollout, unknown)
     if level != "token":
         log_ratio = rows.spread(rows.sum(log_ratio) if level == "sequence" else rows.mean(log_ratio))
@@ -98,9 +100,8 @@ def within(
     unknown: str,
 ) -> Any:
     """[T] bool: the tokens whose statistic, or whose row's, lies in [low, high]."""
-    _one_of("statistic", statistic, STATISTICS)
-    _one_of("direction", direction, DIRECTIONS)
-    _one_of("over", over, OVER)
+    for name, value, known in (("statistic", statistic, STATISTICS), ("direction", direction, DIRECTIONS), ("over", over, OVER)):
+        checked(name, value, known, "a mask by drift")
     if statistic == "ratio" and direction != "from_rollout":
         raise ConfigError(
             f"a ratio has no direction; for statistic='ratio' leave it out; found direction={direction!r}"
@@ -124,16 +125,12 @@ def within(
 
 
 def _statistic(xp: Any, log_ratio: Any, old: Any, rollout: Any, statistic: str) -> Any:
-    # the divergence of rollout from old
+    """[T] the divergence of rollout from old at each token; for `"ratio"` its logarithm."""
     match statistic:
         case "ratio":
             return log_ratio  # its sum is the logarithm of the product, its mean that of the geometric mean
-        case "k1":
-            return -log_ratio
-        case "k2":
-            return log_ratio * log_ratio / 2
-        case "k3":
-            return xp.expm1(log_ratio) - log_ratio
+        case "k1" | "k2" | "k3":
+            return kl_estimate(xp, -log_ratio, statistic)
         case "tv":
             value = abs(xp.exp(old) - xp.exp(rollout))
         case _:
@@ -148,8 +145,8 @@ def _binary_kl(xp: Any, first: Any, second: Any) -> Any:
 
 
 def _known(xp: Any, old: Any, rollout: Any, unknown: str) -> tuple[Any, Any]:
-    # (log-ratio without the values that are not known, which tokens count as unknown); see the note above
-    _one_of("unknown", unknown, UNKNOWN)
+    """(log-ratio without the values that are not known, which tokens count as unknown); see the note above."""
+    checked("unknown", unknown, UNKNOWN, "log-ratios")
     log_ratio = old - rollout
     strange = xp.isnan(log_ratio) if unknown == "extreme" else ~xp.isfinite(log_ratio)
     return xp.where(strange, 0.0, log_ratio), strange if unknown == "drop" else xp.zeros_like(strange)
@@ -167,8 +164,3 @@ def _bounds(statistic: str, low: float | None, high: float | None) -> tuple[floa
 
 def _held(values: Any, bound: float | None) -> Any:
     return values if bound is None else values.clip(-bound, bound)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} is one of {', '.join(known)}; found {value!r}")

@@ -8,20 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 import flowrl as fr
-from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 
 GUARDS = ("variance", "floor", "std")
 """Where eps stands: sqrt(variance + eps), sqrt(max(variance, eps)), or std + eps."""
 
 BLOCK = 1 << 14
 """Tokens worked on at a time: their temporaries stay in the cache of a core."""
-
-
-def checked(name: str, value: str, known: tuple[str, ...], where: str) -> str:
-    """The value of an option that must be one of some words. Errors: ConfigError."""
-    if value not in known:
-        raise ConfigError(f"{where}: {name} is one of {', '.join(known)}; found {value!r}")
-    return value
 
 
 # --- what belongs to a row ------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from flowrl_operators.advantages._arrays import (
     reward_to_go,
     unpacked,
 )
-from flowrl_operators.advantages._groups import SINGLES, Groups, numbered
+from flowrl_operators.advantages._groups import COUNTS, SINGLES, Groups, numbered
 
 ALIGN = ("position", "trained")
 TAILS = ("kept", "zero")
+FLAT = ("zero", "eps")
 
 
 @fr.operator(
@@ -39,6 +40,8 @@ def optimal_token_baseline(
     align: str = "position",
     tail: str = "kept",
     single: str = "zero",
+    counts: str = "trained",
+    flat: str = "zero",
     eps: float = 1e-8,
     by: str = "prompt_id",
 ):
@@ -57,14 +60,20 @@ def optimal_token_baseline(
         tail: the baseline where the group's longest row has no other beside it is `"kept"`, so that its advantage is about 0
             there, or `"zero"` from the number of tokens of the second longest on (verl).
         single: what a group of one gets: `"zero"`, or its `"reward"`: the returns themselves (verl).
+        counts: whether rows without a token that trains make a group more than one (`"scored"`, verl with `"position"`) or not
+            (`"trained"`).
+        flat: a group of equal returns gets exactly `"zero"`, apart from a tail of baseline zero, or what `"eps"` leaves of
+            them: G eps / (sum W + eps) (verl).
         eps: added to the sum of W.
 
-    A group of equal returns gets exactly 0, apart from a tail of baseline zero. A row with a number that is not finite gets 0
+    A row with a number that is not finite gets 0
     and has no part in the baseline.
     """
     checked("align", align, ALIGN, "optimal_token_baseline")
     checked("tail", tail, TAILS, "optimal_token_baseline")
     checked("single", single, SINGLES, "optimal_token_baseline")
+    checked("counts", counts, COUNTS, "optimal_token_baseline")
+    checked("flat", flat, FLAT, "optimal_token_baseline")
     trains = as_bool(loss_mask)
     paid = at_last_token(np.asarray(reward, np.float64), trains) if token_rewards is None else token_rewards
     for column in (paid, old_logprobs, sum_pi_squared, rollout_is_weights):
@@ -80,13 +89,14 @@ def optimal_token_baseline(
     number = numbered(group, len(trains))
     weight = _path_weight(trains, old_logprobs, sum_pi_squared, rollout_is_weights, offsets)
     baseline = _baseline(gains, weight, number[row], places, eps)
-    if len(gains):
+    if len(gains) and flat == "zero":
         baseline = np.where(
             Groups.of(gains, number[row], np.ones(len(gains), bool)).has_signal[number[row]], baseline, gains
         )
     if tail == "zero":
         baseline[_stands_alone(lengths, number)[row] <= places] = 0.0
-    is_single = (np.bincount(number, weights=lengths > 0) == 1)[number[row]]
+    in_group = np.bincount(number, weights=(lengths > 0) | (counts == "scored"))
+    is_single = (in_group == 1)[number[row]]
     baseline = np.where(is_single, gains if single == "zero" else 0.0, baseline)
     return {"advantages": fr.Ragged.like(unpacked(gains - baseline, trains), trains), "returns": returns}
 

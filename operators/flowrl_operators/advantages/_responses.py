@@ -202,6 +202,7 @@ def opo(
     loss_mask: fr.TOKEN.bool,
     *,
     single: str = "zero",
+    counts: str = "trained",
     by: str = "prompt_id",
 ):
     """OPO: A_i = R_i - sum_j n_j R_j / sum_j n_j, the mean weighted by the number of tokens that train.
@@ -210,10 +211,12 @@ def opo(
 
     Args:
         single: what a group of one gets: `"zero"` or its `"reward"` (verl).
+        counts: whether rows without a token that trains make a group more than one (`"scored"`, verl) or not (`"trained"`);
+            they weigh nothing either way.
     """
     checked("single", single, SINGLES, "opo")
     values = np.asarray(reward, np.float64)
-    groups = Groups.of(values, numbered(group, len(values)), counted(values, loss_mask))
+    groups = Groups.of(values, numbered(group, len(values)), rows_that_count(values, loss_mask, counts))
     length = row_sums(as_bool(loss_mask).values, loss_mask.offsets).astype(np.float64)
     known = np.where(groups.is_counted, values, 0.0)
     weighted = groups.sum(known * length) / np.maximum(groups.sum(length), 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,7 @@ def log_ratio(
     Levels: `token`: d of each token; `sequence`: their sum over the row, the ratio of whole responses; `geometric`: their
     mean over the row; `geometric_token`: the same value, differentiated through the own token only.
     """
-    if level not in LEVELS:
-        raise ConfigError(f"the level of a ratio is one of {', '.join(LEVELS)}; found {level!r}")
+    checked("level", level, LEVELS, "the ratio of a policy loss")
     difference = logprobs - old_logprobs
     if level == "token":
         return held(difference, bound)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._drift import importance, within
+from flowrl_operators._options import checked
 from flowrl_operators.losses._common import row_mean
 
 if TYPE_CHECKING:
@@ -199,8 +200,7 @@ def stored_importance(
 
     Metrics: `importance`.
     """
-    if level not in ("token", "geometric"):
-        raise ConfigError(f"stored_importance level is 'token' or 'geometric'; found {level!r}")
+    checked("level", level, ("token", "geometric"), "stored_importance")
     if level == "token":
         return weight, {"importance": weight}
     chosen = segments.spread(row_mean((weight + 1e-10).log(), segments, count_eps).exp())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import checked
 from flowrl_operators.losses._common import held
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def forward_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `forward_kl`, `inside_mass` (the student's probability of the k).
     """
-    _check_outside("forward_kl", outside, ("bucket", "renormalise", "ignore"))
+    checked("outside", outside, ("bucket", "renormalise", "ignore"), "forward_kl")
     ours, theirs = _log_softmax(logits).gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
     rest = _rest(theirs, ours) if outside == "bucket" else None
@@ -126,7 +127,7 @@ def reverse_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `reverse_kl`, `inside_mass` (the student's probability of the k).
     """
-    _check_outside("reverse_kl", outside, ("bucket", "renormalise", "ignore", "floor"))
+    checked("outside", outside, ("bucket", "renormalise", "ignore", "floor"), "reverse_kl")
     everything = _log_softmax(logits)
     ours, theirs = everything.gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
@@ -201,8 +202,3 @@ def _rest(p: Tensor, q: Tensor) -> Tensor:
     least = 1e-7  # float32 cannot tell less from 1 - (sum of the rest)
     rest, other = ((1 - side.exp().sum(-1)).clamp_min(least) for side in (p, q))
     return rest * (rest.log() - other.log())
-
-
-def _check_outside(name: str, outside: str, known: tuple[str, ...]) -> None:
-    if outside not in known:
-        raise ConfigError(f"{name} outside is {', '.join(map(repr, known))}; found {outside!r}")

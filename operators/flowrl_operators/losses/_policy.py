@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._kl import kl_estimate
 from flowrl_operators.losses._common import Bound, fraction, held, log_ratio
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def ppo_clip(
         "clip_low_fraction": fraction(is_clipped & (advantages < 0), loss),
         "clip_high_fraction": fraction(is_clipped & (advantages > 0), loss),
         "ratio": ratio.detach(),
-        "approx_kl": (ratio - 1 - difference).detach(),
+        "approx_kl": kl_estimate(torch, -difference.detach(), "k3"),
     }
     if dual is not None:
         ceiling = -dual * advantages

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._kl import kl_estimate
 from flowrl_operators.losses._common import held
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 LOGITS = fr.TOKEN.f32["V"]
-KL_KINDS = ("k1", "k2", "k3", "abs")
 
 # [Note: A regulariser is no policy gradient]
 # KL and entropy terms are declared on_policy=False and any staleness: at each token that trains they pull the model towards
@@ -59,6 +59,8 @@ def kl(
 
     Metrics: `kl`.
     """
+    import torch
+
     if importance not in (None, "value", "gradient"):
         raise ConfigError(f"kl importance is 'value', 'gradient' or None; found {importance!r}")
     if importance is not None and against is not None and behaviour_logprobs is None:
@@ -67,20 +69,19 @@ def kl(
             f"fr.logprobs(model, rows, out='{against}'), or say against=None if the live policy drew the tokens"
         )
     difference = logprobs - ref_logprobs
-    value = _kl_estimate(difference, kind, log_ratio_clip)
+    value = kl_estimate(torch, difference, kind, log_ratio_clip)
     weight = None
     if importance is not None:
         weight = _behaviour_weight(logprobs, None if against is None else behaviour_logprobs, importance_cap)
     if weight is not None and importance == "value":
-        if (
-            kind == "k3" and log_ratio_clip is not None
-        ):  # where the estimate is a constant the weight has no derivative either
+        if kind == "k3" and log_ratio_clip is not None:
+            # where the estimate is a constant the weight has no derivative either
             weight = weight.where(difference.abs() <= log_ratio_clip, weight.detach())
         value = value * weight
     value = held(value, value_clip)
     reported = value.detach()
     if gradient is not None:
-        slope = _kl_estimate(difference, gradient, log_ratio_clip)
+        slope = kl_estimate(torch, difference, gradient, log_ratio_clip)
         if weight is not None and importance == "value":
             slope = slope * weight
         value = reported + slope - slope.detach()
@@ -106,22 +107,6 @@ def full_kl(logits: LOGITS, ref_logits: LOGITS, *, normalised: bool = False) -> 
     gap = ours.where(possible, 0.0) - theirs.where(possible, 0.0)
     value = (chance * gap).sum(-1)
     return value, {"kl": value.detach()}
-
-
-def _kl_estimate(difference: Tensor, kind: str, log_ratio_clip: float | None) -> Tensor:
-    match kind:
-        case "k1":
-            return difference
-        case "abs":
-            return difference.abs()
-        case "k2":
-            return difference.square() / 2
-        case "k3":
-            # the linear part is held too, so that the estimate stays >= 0 (as verl does)
-            negative = held(-difference, log_ratio_clip)
-            return negative.exp() - 1 - negative
-    hint = "; the exact sum over the vocabulary is full_kl()" if kind == "full" else ""
-    raise ConfigError(f"kl knows the estimators {', '.join(KL_KINDS)}; found {kind!r}{hint}")
 
 
 def _behaviour_weight(logprobs: Tensor, behaviour: Tensor | None, cap: float | None) -> Tensor:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 from flowrl_operators.losses._common import Bound, fraction, held
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flowrl_operators.losses._common import Output
-
-DIVERGENCES_OF_TOKENS = ("tv", "binary_kl")
+    from flowrl_operators._options import checked
+from flowrl_operators.losses._common import Output
 
 
 @fr.loss
@@ -51,11 +51,9 @@ def dppo(
     import torch
 
     upper = low if high is None else high
-    if divergence not in DIVERGENCES_OF_TOKENS or drop not in ("pushed", "all") or value not in ("log", "ratio"):
-        raise ConfigError(
-            f"dppo needs divergence 'tv' or 'binary_kl', drop 'pushed' or 'all', value 'log' or 'ratio'; found "
-            f"{divergence!r}, {drop!r}, {value!r}"
-        )
+    checked("divergence", divergence, ("tv", "binary_kl"), "dppo")
+    checked("drop", drop, ("pushed", "all"), "dppo")
+    checked("value", value, ("log", "ratio"), "dppo")
     if not (low >= 0 and upper >= 0) or (cap is not None and not cap > 0):
         raise ConfigError(f"dppo needs low >= 0, high >= 0 and cap > 0; found {low!r}, {high!r}, {cap!r}")
     new, old = logprobs.detach(), old_logprobs.detach()

@@ -14,9 +14,10 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators import _kl
+from flowrl_operators._options import checked
 from flowrl_operators.advantages import at_last_token, masked_mean, masked_sum
 
-KL_KINDS = ("k1", "k2", "k3", "abs")
 PAID = ("last", "every")
 KL_COUNTS = ("trained", "all")
 
@@ -94,8 +95,7 @@ def adaptive_kl_shaped(
 
     Other arguments as in `kl_shaped`. A step whose KL is not a number leaves the coefficient as it is.
     """
-    if counts not in KL_COUNTS:
-        raise ConfigError(f"adaptive_kl_shaped: counts is one of {', '.join(KL_COUNTS)}; found {counts!r}")
+    checked("counts", counts, KL_COUNTS, "adaptive_kl_shaped")
     now = float(state.setdefault("coefficient", coefficient))
     penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
     shaped = _with_reward(reward, penalty, loss_mask, token_rewards, now, paid, reward_clip)
@@ -165,18 +165,7 @@ def kl_estimate(
         value_clip: the estimate is held within this on both sides (10 for k3 in verl, SkyRL and ROLL, for all kinds in
             OpenRLHF, NeMo-RL and AReaL).
     """
-    match kind:
-        case "k1":
-            value = difference
-        case "abs":
-            value = np.abs(difference)
-        case "k2":
-            value = difference**2 / 2
-        case "k3":
-            held = difference if log_ratio_clip is None else np.clip(difference, -log_ratio_clip, log_ratio_clip)
-            value = np.exp(-held) - 1.0 + held
-        case _:
-            raise ConfigError(f"kind of KL estimate is one of {', '.join(KL_KINDS)}; found {kind!r}")
+    value = _kl.kl_estimate(np, np.asarray(difference), kind, log_ratio_clip)
     return value if value_clip is None else np.clip(value, -value_clip, value_clip)
 
 
@@ -203,8 +192,7 @@ def _with_reward(
     paid: str,
     reward_clip: tuple[float, float] | None,
 ) -> fr.Ragged:
-    if paid not in PAID:
-        raise ConfigError(f"kl_shaped: paid is one of {', '.join(PAID)}; found {paid!r}")
+    checked("paid", paid, PAID, "kl_shaped")
     if token_rewards is not None:
         return fr.Ragged.like(token_rewards.values.astype(np.float64) - coefficient * penalty.values, mask)
     score = np.asarray(reward, np.float64)

@@ -59,7 +59,9 @@ def verl_rloo(case: Case, match: Any) -> dict[str, Any]:
 
 
 def opo(case: Case) -> dict[str, Any]:
-    found = advantages.opo(scores(case), groups(case), ragged(case.array("response_mask")), single="reward")
+    found = advantages.opo(
+        scores(case), groups(case), ragged(case.array("response_mask")), single="reward", counts="scored"
+    )
     return {"advantages": spread(case, found)}
 
 
@@ -76,6 +78,11 @@ def pass_at_k(case: Case, match: Any) -> Any:
     found = advantages.pass_at_k(
         score, group, None, scale="group" if p["norm_adv_by_std_in_grpo"] else "none", eps=p["epsilon"]
     )
+    if np.isnan(score).any():
+        return Contract(
+            "a row of unknown reward says nothing",
+            holds=bool(np.isfinite(found).all() and not found[np.isnan(score)].any()),
+        )
     if "raises" in case.outputs:
         _, number, count = np.unique(group, return_inverse=True, return_counts=True)
         alone = count[number] == 1
@@ -451,7 +458,7 @@ def optimal_token_baseline(case: Case, match: Any) -> dict[str, Any]:
         np.zeros(len(mask)), groups(case), ragged(case.array("old_log_probs")), ragged(case.array("sum_pi_squared")), mask,
         ragged(case.array("token_level_rewards")), rho,
         align="trained" if match["tir"] else "position", tail="zero" if p["handle_zero_tail"] else "kept",
-        single="reward", eps=p["epsilon"],
+        single="reward", counts="trained" if match["tir"] else "scored", flat="eps", eps=p["epsilon"],
     )  # fmt: skip
     return {"advantages": on(case, found["advantages"]), "returns": on(case, found["returns"])}
 

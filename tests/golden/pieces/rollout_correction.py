@@ -41,7 +41,7 @@ def verl_weights(case: Case, found: re.Match[str]) -> Any:
         return Contract(why, not weights.any())
     if p["rollout_is_batch_normalize"]:
         weights = weights * mean_over_padded_mean(weights, inside, p["rollout_is"])
-    return {"weights": weights, "mask": inside.astype(float)}
+    return {"weights": Where(weights, inside), "mask": inside.astype(float)}
 
 
 def mean_over_padded_mean(weights: np.ndarray, inside: np.ndarray, level: str) -> float:
@@ -64,6 +64,8 @@ def verl_rejection(case: Case, found: re.Match[str]) -> Any:
     kept = mask > 0
     for option, spec in zip(options, specs * len(options) if len(specs) == 1 else specs, strict=False):
         kept = kept & rejection(old, rollout, mask, option, spec)
+    if "raises" in case.outputs:
+        return Contract("no token: nothing to reject", holds=not mask.any() and not kept.any())
     return {"mask": kept.astype(float)}
 
 

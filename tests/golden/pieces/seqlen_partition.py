@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowrl.errors import ConfigError
 from flowrl_operators import samplers
 from tests.golden.runner import Contract
 from tests.golden.vectors import Case
@@ -14,10 +15,21 @@ def _lengths(case: Case) -> Any:
     return case.array("seqlens").astype(int)
 
 
+def refused(call: Callable[[], Any]) -> Contract:
+    try:
+        call()
+    except ConfigError:
+        return Contract("fewer rows than parts is refused: no part may be empty", holds=True)
+    return Contract("fewer rows than parts is refused: no part may be empty", holds=False)
+
+
 def _parts(share: Callable[..., Any], **options: Any) -> Callable[[Case], Any]:
     def answer(case: Case) -> Any:
         lengths, equal = _lengths(case), case.params.get("equal_size", False)
-        parts = share(lengths, case.params["k_partitions"], equal_size=equal, **options)
+        count = case.params["k_partitions"]
+        if len(lengths) < count:
+            return refused(lambda: share(lengths, count, equal_size=equal, **options))
+        parts = share(lengths, count, equal_size=equal, **options)
         sums, sizes = sorted(samplers.sums_of(lengths, parts).tolist()), sorted(map(len, parts))
         if "raises" in case.outputs:
             promise = "parts that cannot have equally many rows differ by one"

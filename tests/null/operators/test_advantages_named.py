@@ -121,6 +121,10 @@ def test_opo_weighs_the_mean_by_length() -> None:
     # (4 * 1 + 1 * 0) / 5
     assert a.opo(floats(1, 0), keys("aa"), masks(4, 1)) == pytest.approx([0.2, -0.8])
     assert a.opo(floats(3), keys("a"), masks(1), single="reward").tolist() == [3.0]
+    # a sibling without tokens weighs nothing; whether the group is one of two is `counts`
+    one = floats(3, 1), keys("aa"), masks(2, 0)
+    assert a.opo(*one, single="reward")[0] == 3
+    assert a.opo(*one, single="reward", counts="scored")[0] == 0
 
 
 def test_gpg_makes_up_for_groups_without_signal() -> None:
@@ -222,6 +226,18 @@ def test_the_optimal_baseline_weighs_returns_by_the_gradient() -> None:
     rho = tokens([1.0, 1.0], [1.0, 1.0])
     again = a.optimal_token_baseline(floats(0, 1), keys("aa"), logprobs, squares, mask, None, rho, eps=0.0)
     assert again["advantages"] == found["advantages"]
+
+
+def test_what_eps_leaves_of_equal_returns_and_who_makes_a_group() -> None:
+    logprobs, squares = tokens(*[[np.log(0.5)]] * 2), tokens([0.5], [0.5])
+    given = keys("aa"), logprobs, squares
+    both, one = fr.Ragged.of([[1], [1]], dtype=bool), fr.Ragged.of([[1], [0]], dtype=bool)
+    for flat, wanted in (("zero", [[0], [0]]), ("eps", [[0.5], [0.5]])):  # W is 0.5 for each: 1 - 1 / (1 + 1)
+        found = a.optimal_token_baseline(floats(1, 1), *given, both, flat=flat, eps=1.0)
+        assert found["advantages"].to_list() == wanted
+    for counts, wanted in (("trained", [[2], [0]]), ("scored", [[0], [0]])):
+        found = a.optimal_token_baseline(floats(2, 1), *given, one, single="reward", counts=counts)
+        assert found["advantages"].to_list() == wanted
 
 
 def test_the_tail_and_the_turns_of_the_optimal_baseline() -> None:
