@@ -100,8 +100,9 @@ def within(
     unknown: str,
 ) -> Any:
     """[T] bool: the tokens whose statistic, or whose row's, lies in [low, high]."""
-    for name, value, known in (("statistic", statistic, STATISTICS), ("direction", direction, DIRECTIONS), ("over", over, OVER)):
-        checked(name, value, known, "a mask by drift")
+    checked("statistic", statistic, STATISTICS, "a mask by drift")
+    checked("direction", direction, DIRECTIONS, "a mask by drift")
+    checked("over", over, OVER, "a mask by drift")
     if statistic == "ratio" and direction != "from_rollout":
         raise ConfigError(
             f"a ratio has no direction; for statistic='ratio' leave it out; found direction={direction!r}"

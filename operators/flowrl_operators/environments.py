@@ -12,6 +12,8 @@ from typing import Any
 import flowrl as fr
 from flowrl.errors import ConfigError
 
+__all__ = ["Feedback", "SingleTurn", "Toolbox", "feedback", "single_turn", "tools"]
+
 CALL, REPLY = "tool_call", "tool_response"
 
 

@@ -10,6 +10,8 @@ import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators import rewards
 
+__all__ = ["pass_at", "pass_rates"]
+
 
 def _pass_columns(*, k: tuple[int, ...], **_: object) -> dict[str, Any]:
     return {f"pass@{number}": fr.SAMPLE.f32 for number in k}

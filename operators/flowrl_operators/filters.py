@@ -12,12 +12,25 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages import has_spread
+from flowrl_operators._options import checked
+from flowrl_operators.advantages import groups_of, has_spread
+from flowrl_operators.advantages._groups import ROUNDING, numbered
+
+__all__ = [
+    "best_and_worst",
+    "deviations",
+    "fresh",
+    "group_has_signal",
+    "group_mean_between",
+    "length",
+    "staleness",
+    "top",
+]
 
 UNKNOWN = ("leave_out", "drop", "keep")
 
 
-def _least_group(*, over: str = "group", single: str = "drop", **_: object) -> int:
+def _least_group(*, single: str = "drop", **_: object) -> int:
     return 1 if single == "keep" else 2
 
 
@@ -50,15 +63,14 @@ def group_has_signal(
         unknown: a NaN or infinite reward is left out of the decision (`"leave_out"`), or decides it: its group goes
             (`"drop"`: SkyRL, slime) or stays (`"keep"`: verl).
     """
-    _known("group_has_signal", "rounding", rounding, ("no_signal", "counts"))
-    _known("group_has_signal", "single", single, ("drop", "keep"))
+    checked("rounding", rounding, ("no_signal", "counts"), "filters.group_has_signal")
+    checked("single", single, ("drop", "keep"), "filters.group_has_signal")
     values = np.asarray(reward, np.float64)
     groups = _Groups.of(values, prompt_id, unknown)
     spread, least, most, count = groups.deviations(over=over, unbiased=unbiased, exactly=rounding == "counts")
     differ = spread > eps
     if rounding == "no_signal":
-        step = 4 * float(np.finfo(np.float32).eps) * np.maximum(np.abs(least), np.abs(most))
-        differ &= most - least > step
+        differ &= most - least > ROUNDING * np.maximum(np.abs(least), np.abs(most))
     # a group with one reward known is no group of one: its verifier failed on the others
     alone = groups.sizes(over) < 2
     return groups.decided(np.where(alone, single == "keep", differ & (count > 1)), unknown)
@@ -109,8 +121,8 @@ def length(
             unfinished answer. What the last token is does not matter: a model may have several end tokens.
             To keep their reward in the baseline and only not train on them, mask them out of the loss instead.
     """
-    _known("length", "of", of, ("response", "prompt", "all"))
-    _known("length", "truncated", truncated, ("keep", "drop"))
+    checked("of", of, ("response", "prompt", "all"), "filters.length")
+    checked("truncated", truncated, ("keep", "drop"), "filters.length")
     if least < 0 or (most is not None and most < least):
         raise ConfigError(f"filters.length needs 0 <= least <= most; found least={least!r}, most={most!r}")
     count = np.zeros(len(response_ids), np.int64)
@@ -140,7 +152,7 @@ def fresh(
     A group keeps its fresh rows and loses the others, with their rewards. To let the reward of a stale sibling count in the
     baseline, compute the advantage first, or mask it with `masks.stale`.
     """
-    return staleness(min_policy_version, max_policy_version, trainer_version) <= _least("fresh", most)
+    return staleness(min_policy_version, max_policy_version, trainer_version) <= versions("filters.fresh", most)
 
 
 def staleness(
@@ -206,19 +218,15 @@ def deviations(reward: np.ndarray, *, over: str = "group", unbiased: bool = Fals
 class _Groups:
     """Rewards by group: G groups of N rows in all. Statistics are per group [G] or, over the others, per row [N]."""
 
-    def __init__(self, values: np.ndarray, number: np.ndarray, count: int) -> None:
-        self.values, self.number, self.count = values, number, count
+    def __init__(self, values: np.ndarray, number: np.ndarray) -> None:
+        self.values, self.number = values, number
+        self.count = int(number.max(initial=-1)) + 1
         self.known = np.isfinite(values)
 
     @classmethod
     def of(cls, values: np.ndarray, keys: np.ndarray | None, unknown: str) -> _Groups:
-        if unknown not in UNKNOWN:
-            raise ConfigError(f"unknown of a filter is one of {', '.join(UNKNOWN)}; found {unknown!r}")
-        if keys is None:
-            return cls(values, np.zeros(len(values), np.int64), min(1, len(values)))
-        seen: dict[object, int] = {}
-        number = [seen.setdefault(key, len(seen)) for key in np.asarray(keys).tolist()]
-        return cls(values, np.asarray(number, np.int64), len(seen))
+        checked("unknown", unknown, UNKNOWN, "a filter of groups")
+        return cls(values, numbered(keys, len(values)))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """[G] sum over the known rows of each group."""
@@ -241,9 +249,9 @@ class _Groups:
 
         `exactly` as `np.std` gives it, rounding and all.
         """
-        _known("group_has_signal", "over", over, ("group", "others"))
+        checked("over", over, ("group", "others"), "filters.group_has_signal")
         if over == "others" or exactly:
-            members = self._members()
+            members = groups_of(self.number)
             kept = members if over == "group" else [rows[rows != row] for rows in members for row in rows]
             found = np.asarray([_statistics(self.values[rows[self.known[rows]]], unbiased) for rows in kept])
             spread, least, most, number = found.reshape(-1, 4).T
@@ -260,11 +268,6 @@ class _Groups:
         some = number > 1
         spread = np.sqrt(squares / np.maximum(number - int(unbiased), 1))
         return np.where(some, spread, 0.0), np.where(some, least, 0.0), np.where(some, most, 0.0), number
-
-    def _members(self) -> list[np.ndarray]:
-        """Row numbers of each group."""
-        order = np.argsort(self.number, kind="stable")
-        return np.split(order, np.flatnonzero(np.diff(self.number[order])) + 1) if len(order) else []
 
     def per_row(self, answer: np.ndarray) -> np.ndarray:
         """[N] from [G]; what is per row already stays."""
@@ -285,12 +288,8 @@ def _statistics(values: np.ndarray, unbiased: bool) -> tuple[float, float, float
     return float(values.std(ddof=int(unbiased))), float(values.min()), float(values.max()), len(values)
 
 
-def _known(operator: str, option: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"filters.{operator} {option} is one of {', '.join(known)}; found {value!r}")
-
-
-def _least(operator: str, most: int) -> int:
+def versions(operator: str, most: int) -> int:
+    """A number of versions that rows may be old. Errors: ConfigError."""
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
         raise ConfigError(f"{operator} needs most, a number of versions of at least 0; found {most!r}")
     return most

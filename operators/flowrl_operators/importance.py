@@ -7,6 +7,9 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._drift import ArrayRows, importance
+from flowrl_operators._options import checked
+
+__all__ = ["importance_weights"]
 
 
 def _locality(*, normalise: bool, **_: object) -> fr.Locality:
@@ -46,11 +49,9 @@ def importance_weights(
     Where all weights are 0 they stay 0. Errors: ConfigError for bounds the wrong way round or an unknown option.
     """
     most = np.inf if high is None else high
-    if not 0 <= low <= most or not most > 0 or outside not in ("truncate", "zero"):
-        raise ConfigError(
-            "importance_weights needs 0 <= low <= high, high > 0 and outside 'truncate' or 'zero'; "
-            f"found low={low!r}, high={high!r}, outside={outside!r}"
-        )
+    checked("outside", outside, ("truncate", "zero"), "importance_weights")
+    if not 0 <= low <= most or not most > 0:
+        raise ConfigError(f"importance_weights needs 0 <= low <= high and high > 0; found low={low!r}, high={high!r}")
     inside = loss_mask.values.astype(bool)
     rows = ArrayRows(loss_mask.row_index[inside], len(loss_mask))
     old = old_logprobs.values[inside].astype(np.float64)

@@ -10,7 +10,9 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._drift import ArrayRows, within
-from flowrl_operators.filters import staleness
+from flowrl_operators.filters import staleness, versions
+
+__all__ = ["drift", "second_moment", "stale"]
 
 LOSS_MASK = {"loss_mask": fr.TOKEN.bool}
 
@@ -116,7 +118,5 @@ def stale(
     After the advantage: the reward of a stale sibling then counts in its group's baseline, and its tokens do not train.
     Before it, the row says nothing at all, as with `filters.fresh`.
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise ConfigError(f"masks.stale needs most, a number of versions of at least 0; found {most!r}")
-    keep = staleness(min_policy_version, max_policy_version, trainer_version) <= most
+    keep = staleness(min_policy_version, max_policy_version, trainer_version) <= versions("masks.stale", most)
     return fr.Ragged.like(loss_mask.values.astype(bool) & loss_mask.spread(keep), loss_mask)

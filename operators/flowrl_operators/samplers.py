@@ -18,6 +18,18 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import checked
+
+__all__ = [
+    "balanced_batches",
+    "balanced_parts",
+    "batch_by_tokens",
+    "greedy_parts",
+    "num_token_batches",
+    "part_by_length",
+    "sums_of",
+    "token_batches",
+]
 
 METHODS = ("balanced", "greedy")
 FITS = ("longest_first", "first_fit", "in_order")
@@ -41,7 +53,7 @@ def balanced_parts(lengths: Sequence[float] | np.ndarray, parts: int, *, equal_s
 
     Errors: ConfigError for fewer rows than parts; DataError for a negative or unknown length.
     """
-    costs, parts = _checked(lengths, parts, "balanced_parts")
+    costs, parts = _costs_and_parts(lengths, parts, "balanced_parts")
     ascending = np.argsort(costs, kind="stable").tolist()
     values = costs.tolist()
     single: list[Pile] = [(values[row], 1, row, row) for row in ascending]
@@ -102,9 +114,8 @@ def greedy_parts(
 
     Errors: as `balanced_parts`.
     """
-    costs, parts = _checked(lengths, parts, "greedy_parts")
-    if order not in ("longest_first", "given"):
-        raise ConfigError(f"greedy_parts order is longest_first or given; found {order!r}")
+    costs, parts = _costs_and_parts(lengths, parts, "greedy_parts")
+    checked("order", order, ("longest_first", "given"), "greedy_parts")
     rows = np.argsort(-costs, kind="stable") if order == "longest_first" else np.arange(len(costs))
     heap: list[tuple[int, float, int]] = [(0, 0.0, part) for part in range(parts)]
     chosen: list[list[int]] = [[] for _ in range(parts)]
@@ -115,13 +126,17 @@ def greedy_parts(
     return [np.sort(np.asarray(found, np.int64)) for found in chosen]
 
 
-def _checked(lengths: Sequence[float] | np.ndarray, parts: int, name: str) -> tuple[np.ndarray, int]:
+def _costs_and_parts(lengths: Sequence[float] | np.ndarray, parts: int, name: str) -> tuple[np.ndarray, int]:
     costs = _costs(lengths, name)
-    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
-        raise ConfigError(f"{name} needs a number of parts of at least 1; found {parts!r}")
+    _refuse_parts(parts, name)
     if len(costs) < parts:
         raise ConfigError(f"{name} cannot make {parts} parts of {len(costs)} rows, since no part may be empty")
     return costs, int(parts)
+
+
+def _refuse_parts(parts: int, name: str) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
+        raise ConfigError(f"{name} needs a number of parts of at least 1; found {parts!r}")
 
 
 def _costs(lengths: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
@@ -153,10 +168,8 @@ def token_batches(
     Errors: DataError for a row that is too long, with `long_rows="refuse"`, and for negative lengths.
     """
     costs = _costs(lengths, "token_batches")
-    if fit not in FITS:
-        raise ConfigError(f"token_batches fit is one of {', '.join(FITS)}; found {fit!r}")
-    if long_rows not in ("alone", "refuse"):
-        raise ConfigError(f"token_batches long_rows is alone or refuse; found {long_rows!r}")
+    checked("fit", fit, FITS, "token_batches")
+    checked("long_rows", long_rows, ("alone", "refuse"), "token_batches")
     if not max_tokens > 0:
         raise ConfigError(f"token_batches needs max_tokens above 0; found {max_tokens!r}")
     too_long = np.flatnonzero(costs > max_tokens)
@@ -263,11 +276,9 @@ def part_by_length(
         equal_size: parts have equally many rows, give or take one.
         quadratic: what attention costs beside the rest; about 1 / (6 * hidden size): verl takes 1 / 24576 for a model of 7B.
     """
-    if method not in METHODS:
-        raise ConfigError(f"part_by_length method is one of {', '.join(METHODS)}; found {method!r}")
+    checked("method", method, METHODS, "part_by_length")
     share = balanced_parts if method == "balanced" else greedy_parts
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise ConfigError(f"part_by_length needs a number of parts of at least 1; found {parts!r}")
+    _refuse_parts(parts, "part_by_length")
     count = len(response_ids)
     work = _work(response_ids, prompt_ids, quadratic)
     return _numbered(share(work, min(parts, count), equal_size=equal_size) if count else [], count)

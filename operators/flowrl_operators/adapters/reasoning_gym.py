@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +10,9 @@ import flowrl as fr
 from flowrl.errors import DataError, MissingExtra
 from flowrl.graph.operators import OperatorCall
 from flowrl.graph.values import freeze, thaw
+from flowrl_operators.rewards import ANSWER_TAG, last_match
 
-ANSWER = r"<answer>(.*?)</answer>"
-"""Where reasoning-gym's prompts ask for the answer."""
+__all__ = ["Task", "data", "reward", "task"]
 
 
 def data(
@@ -53,14 +52,14 @@ def reward(
     size: int = 500,
     seed: int = 0,
     settings: Any = None,
-    pattern: str | None = ANSWER,
+    pattern: str | None = ANSWER_TAG,
 ) -> float:
     """What reasoning-gym's own judge of the task says of the answer, mostly 0 to 1, in parts for some tasks.
 
     Args:
         task, size, seed, settings: as for `data`. The question is made again from them, with all that its judge needs.
         pattern: the answer is what the first group (or the whole) of this regular expression finds last in the response;
-            nothing found is no answer. None judges the whole response.
+            nothing found is no answer; the prompts ask for answer tags. None judges the whole response.
 
     Errors: DataError for a prompt that is not the question of these settings; MissingExtra without reasoning-gym.
     """
@@ -73,8 +72,8 @@ def reward(
         )
     answer: str | None = response
     if pattern is not None:
-        found = list(re.finditer(pattern, response, re.DOTALL))
-        answer = (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else None
+        found = last_match(pattern, response)
+        answer = None if found is None else found.strip()
     return float(made.score_answer(answer=answer, entry=entry))
 
 

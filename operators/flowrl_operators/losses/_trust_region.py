@@ -12,8 +12,7 @@ from flowrl_operators.losses._common import Bound, fraction, held
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flowrl_operators._options import checked
-from flowrl_operators.losses._common import Output
+    from flowrl_operators.losses._common import Output
 
 
 @fr.loss

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import flowrl as fr
-from flowrl.errors import ConfigError, DataError
+from flowrl.errors import DataError
+from flowrl_operators._options import checked
 from flowrl_operators.rewards._sandbox import Limits, Ran, run_programs
 
 COUNTS = ("share", "all")
@@ -102,10 +103,8 @@ def code(
 
     Errors: DataError for tests in none of these forms, or none at all.
     """
-    if count not in COUNTS:
-        raise ConfigError(f"count of rewards.code is one of {', '.join(COUNTS)}; found {count!r}")
-    if compare not in COMPARED:
-        raise ConfigError(f"compare of rewards.code is one of {', '.join(COMPARED)}; found {compare!r}")
+    checked("count", count, COUNTS, "rewards.code")
+    checked("compare", compare, tuple(COMPARED), "rewards.code")
     wanted = _read_tests(tests)
     limits = Limits(
         time_s=time_s, total_s=total_s, memory_bytes=memory_mb << 20, output_bytes=output_kb << 10, processes=processes

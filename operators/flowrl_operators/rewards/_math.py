@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
 import flowrl as fr
-from flowrl.errors import ConfigError, DataError, MissingExtra
+from flowrl.errors import DataError, MissingExtra
+from flowrl_operators._options import checked
 from flowrl_operators.rewards._extract import last_match
 
 PERCENT = ("either", "number", "distinct")
@@ -49,8 +50,7 @@ def math(
     Errors: MissingExtra without math-verify; there is no second, weaker rule to fall back on. DataError when `answer` holds
     no mathematics. ConfigError for an unknown option value.
     """
-    if percent not in PERCENT:
-        raise ConfigError(f"percent of rewards.math is one of {', '.join(PERCENT)}; found {percent!r}")
+    checked("percent", percent, PERCENT, "rewards.math")
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -113,10 +113,8 @@ def gsm8k_answer(text: str, *, method: str = "strict", which: str = "last", tail
         which: `"last"` or `"first"` of several `#### ` marks.
         tail: look only at so many characters at the end; some systems take 300.
     """
-    if method not in METHODS:
-        raise ConfigError(f"method of the GSM8K answer is one of {', '.join(METHODS)}; found {method!r}")
-    if which not in ("last", "first"):
-        raise ConfigError(f"which of the GSM8K answer is 'last' or 'first'; found {which!r}")
+    checked("method", method, METHODS, "rewards.gsm8k")
+    checked("which", which, ("last", "first"), "rewards.gsm8k")
     if tail is not None:
         text = text[-tail:] if tail > 0 else ""
     if method == "flexible":
@@ -146,8 +144,7 @@ def gsm8k(
 
     `answer` may be the bare number or GSM8K's own text, which ends in `#### 72`.
     """
-    if compare not in ("number", "text"):
-        raise ConfigError(f"compare of rewards.gsm8k is 'number' or 'text'; found {compare!r}")
+    checked("compare", compare, ("number", "text"), "rewards.gsm8k")
     found = gsm8k_answer(response, method=method, which=which, tail=tail)
     if found is None:
         return 0.0

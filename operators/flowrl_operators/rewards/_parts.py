@@ -8,6 +8,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 
 MISSING = ("nan", "zero")
 
@@ -29,8 +30,7 @@ def total(*part: fr.SAMPLE.f32.named_by("weights"), weights: Mapping[str, float]
         missing: what a part that is NaN (its operator failed on the row) means: `"nan"`: the row has no reward and teaches
             nothing; `"zero"`: that part adds nothing and the others count. A row that lacks every part stays NaN.
     """
-    if missing not in MISSING:
-        raise ConfigError(f"missing of rewards.total is one of {', '.join(MISSING)}; found {missing!r}")
+    checked("missing", missing, MISSING, "rewards.total")
     if len(part) != len(weights):
         raise ConfigError(f"rewards.total needs a column for each of {', '.join(weights)}; found {len(part)} columns")
     summed: np.ndarray | None = None

@@ -8,6 +8,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 
 
 @fr.operator(writes={"reward": fr.SAMPLE.f32})
@@ -166,8 +167,7 @@ def repetition(
     """
     if penalty > 0:
         raise ConfigError(f"penalty of rewards.repetition is at most 0; found {penalty}")
-    if unit not in ("token", "word"):
-        raise ConfigError(f"unit of rewards.repetition is 'token' or 'word'; found {unit!r}")
+    checked("unit", unit, ("token", "word"), "rewards.repetition")
     if unit == "word" and response is None:
         raise ConfigError("rewards.repetition(unit='word') reads the column 'response', which is not there")
     if unit == "token" and response_ids is None:

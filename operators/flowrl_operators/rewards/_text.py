@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import checked
 from flowrl_operators.rewards._extract import BOXED, last_match
 
 
@@ -220,8 +221,7 @@ def tags(
             opening and closing tags that occur exactly once, wherever they stand, which pays for the first steps too.
         prefilled: what the chat template has already written of the response.
     """
-    if count not in ("all", "share"):
-        raise ConfigError(f"count of rewards.tags is 'all' or 'share'; found {count!r}")
+    checked("count", count, ("all", "share"), "rewards.tags")
     if not names:
         raise ConfigError("rewards.tags needs at least one tag; found none")
     text = prefilled + response

@@ -206,5 +206,5 @@ def test_a_stored_weight_of_a_row_is_its_geometric_mean() -> None:
     padded, _ = losses.stored_importance.function(weight, ROWS, level="geometric", count_eps=1.0)
     torch.testing.assert_close(padded[2], tokens(3.0)[0].sqrt())  # log 3 over 1 + 1
     assert losses.stored_importance.function(weight, ROWS)[0].tolist() == weight.tolist()
-    with pytest.raises(ConfigError, match="level is 'token' or 'geometric'"):
+    with pytest.raises(ConfigError, match="level is one of token, geometric"):
         losses.stored_importance.function(weight, ROWS, level="sequence")

@@ -11,7 +11,7 @@ from torch import Tensor
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators import losses, rewards
-from flowrl_operators.losses._regularisers import KL_KINDS
+from flowrl_operators._kl import KL_KINDS
 
 OPTIONS: list[dict[str, Any]] = [
     {},

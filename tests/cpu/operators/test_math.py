@@ -68,7 +68,7 @@ def test_a_wrong_answer_may_cost() -> None:
     assert rewards.math("41", "42", wrong=-1.0) == -1.0
     assert rewards.math("none", "42", pattern=rewards.NUMBER, wrong=-1.0) == -1.0
     assert rewards.math("1", " ", unreadable=0.0) == 0.0
-    with pytest.raises(ConfigError, match="percent of rewards.math is one of either, number, distinct; found 'half'"):
+    with pytest.raises(ConfigError, match="rewards.math: percent is one of either, number, distinct; found 'half'"):
         rewards.math("1", "1", percent="half")
 
 
