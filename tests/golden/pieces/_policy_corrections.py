@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import flowrl as fr
-from flowrl_operators import losses
+from flowrl_operators import losses, masks
 from flowrl_operators.importance import importance_weights
 from tests.golden.guards import ADDED, guarded, padded_tokens
 from tests.golden.padded import loss_and_gradient
@@ -26,6 +26,7 @@ COLUMNS = {
     "logprobs": "log_probs",
     "old_logprobs": "old_log_probs",
     "advantages": "advantages",
+    "ref_logprobs": "ref_log_probs",
     "rollout_logprobs": "rollout_log_probs",
     "importance": "importance",
 }
@@ -108,25 +109,43 @@ def openrlhf_average(case: Case) -> dict[str, Any]:
     return {"average": "token_mean"} if is_token else {"average": "sequence_mean", "average_eps": ADDED}
 
 
-def openrlhf_gated(case: Case, found: re.Match[str]) -> Any:
+def openrlhf(case: Case) -> tuple[fr.Loss, dict[str, Any]]:
+    """(its loss with the correction its parameters ask for, options of an answer)."""
     p = case.params
+    is_row = p.get("policy_loss_type") == "gspo"
+    loss = losses.ppo_clip(
+        p["clip_eps_low"],
+        high=p["clip_eps_high"],
+        dual=p.get("dual_clip"),
+        level="geometric" if is_row else "token",
+    )
+    options = {"average": "sequence_mean", "average_eps": ADDED} if is_row else openrlhf_average(case)
+    if p.get("is_correction_level", "off") == "off":
+        return loss, options
+    if is_row:  # with any correction its sequence ratio is taken against the sampler; there is no other one then
+        return loss, {"old": "rollout_log_probs", **options}
+    return loss * openrlhf_importance(p), options
+
+
+def openrlhf_importance(p: dict[str, Any]) -> fr.Loss:
     low, high = (-math.inf, *p["is_correction_threshold"])[-2:]  # one number is the upper bound
-    loss = losses.ppo_clip(p["clip_eps_low"], high=p["clip_eps_high"], dual=p.get("dual_clip"))
-    exact: dict[str, Any] = {"log_ratio_clip": None, "unknown": "extreme"}
     if p["is_correction_mode"] == "clip":
-        loss = loss * losses.truncated_importance(high, floor=low, **exact)
-    else:
-        over = "mean" if p["is_correction_level"] == "seq" else "token"
-        gate = losses.within_drift(low, high, statistic=p["is_correction_gating"], over=over, **exact)
-        loss = loss * losses.truncated_importance(None, **exact) * gate
-    return answer(case, loss, **openrlhf_average(case))
+        return losses.truncated_importance(high, floor=low, log_ratio_clip=None, unknown="extreme")
+    over = "mean" if p["is_correction_level"] == "seq" else "token"
+    statistic = p["is_correction_gating"]
+    gate = losses.within_drift(low, high, statistic=statistic, over=over, log_ratio_clip=None)
+    return losses.truncated_importance(None, log_ratio_clip=None) * gate
 
 
-def openrlhf_gspo(case: Case) -> Any:
-    """With any correction its sequence ratio is taken against the sampler; there is no other correction then."""
-    p = case.params
-    loss = losses.ppo_clip(p["clip_eps_low"], high=p["clip_eps_high"], dual=p.get("dual_clip"), level="geometric")
-    return answer(case, loss, old="rollout_log_probs", average="sequence_mean", average_eps=ADDED)
+def openrlhf_gated(case: Case, found: re.Match[str]) -> Any:
+    loss, options = openrlhf(case)
+    result = answer(case, loss, **options)
+    inside = case.array("mask") > 0
+    if isinstance(result, Contract) or np.isfinite(case.array("rollout_log_probs")[inside]).all():
+        return result
+    if np.isfinite(case.wanted("loss")):
+        return result
+    return Contract("a log-ratio that is not known gives no infinite weight", bool(np.isfinite(result["loss"])))
 
 
 # --- NeMo-RL ------------------------------------------------------------------------------------------------------------
@@ -160,47 +179,61 @@ def nemo_average(case: Case) -> dict[str, Any]:
     }
 
 
-def nemo_corrected(case: Case, found: re.Match[str]) -> Any:
+def nemo(case: Case, found: re.Match[str]) -> Any:
     p = case.params
-    loss = losses.ppo_clip(
-        p.get("ratio_clip_min", 0.2),
-        high=p.get("ratio_clip_max", 0.2),
-        dual=p.get("ratio_clip_c"),
-        level="geometric" if p.get("sequence_level_importance_ratios") else "token",
-        count_eps=ADDED,
-        log_ratio_clip=None,
-    )
-    return answer(case, loss * nemo_importance(case), **nemo_average(case))
+    low, high = p.get("ratio_clip_min", 0.2), p.get("ratio_clip_max", 0.2)
+    level = "geometric" if p.get("sequence_level_importance_ratios") else "token"
+    old = (
+        "" if p.get("force_on_policy_ratio") else "old_log_probs"
+    )  # without the column the ratio is to the live policy
+    if p.get("disable_ppo_ratio"):
+        loss = losses.reinforce()
+    elif p.get("use_cispo"):
+        loss = losses.cispo(high, low=low, log_ratio_clip=None)
+    else:
+        dual = p.get("ratio_clip_c")
+        loss = losses.ppo_clip(low, high=high, dual=dual, level=level, count_eps=ADDED, log_ratio_clip=None)
+    if p.get("use_importance_sampling_correction"):
+        loss = loss * nemo_importance(case)
+    if beta := p.get("reference_policy_kl_penalty"):
+        loss = loss + beta * nemo_kl(p)
+    return answer(case, loss, old=old, **nemo_average(case))
+
+
+def nemo_kl(p: dict[str, Any]) -> fr.Loss:
+    kind = p.get("reference_policy_kl_type", "k3")
+    entry, most = p.get("kl_input_clamp_value", 20.0), p.get("kl_output_clamp_value", 10.0)
+    against = "rollout_logprobs" if p.get("use_on_policy_kl_approximation") else None
+    clips = {"log_ratio_clip": entry, "value_clip": bound_of_kl(kind, entry, most)}
+    return losses.kl(kind, importance="value", against=against, **clips)
+
+
+def bound_of_kl(kind: str, entry: float | None, most: float | None) -> float | None:
+    """The bound of the estimate: NeMo-RL clips the log-ratio of k1 and k2 too, and for those that is one of the value."""
+    of_entry = None if entry is None or kind == "k3" else entry if kind == "k1" else entry**2 / 2
+    return min((bound for bound in (of_entry, most) if bound is not None), default=None)
 
 
 # --- SkyRL --------------------------------------------------------------------------------------------------------------
 
 
-def skyrl_correction(params: dict[str, Any]) -> fr.Loss | None:
-    """The product of what its off-policy options ask for."""
-    p = params
-    parts: list[fr.Loss] = []
-    kind = p.get("tis_ratio_type")
-    if kind is not None:
-        parts.append(losses.truncated_importance(p[f"{kind}_tis_ratio_clip_high"], level=kind))
-    metric = p.get("sequence_mask_metric")
-    if metric is not None:
-        name = {"geometric": "geo"}.get(metric, metric)
-        over = "mean" if metric == "geometric" else "sum"
-        low, high = p[f"{name}_mask_low"], p[f"{name}_mask_high"]
-        parts.append(losses.within_drift(low, high, over=over, log_ratio_clip=None))
+def skyrl_corrected(case: Case, loss: fr.Loss) -> tuple[Case, fr.Loss]:
+    """(the case without the tokens its off-policy options mask, the loss times the weights they ask for): tokens go before a
+    row is judged by those that are left."""
+    p = case.params
     for name, over in (("outlier_token_is_threshold", "each"), ("token_mask_is_threshold", "token")):
         low, high = p.get(f"{name}_low"), p.get(f"{name}_high")
         if low is not None or high is not None:
-            parts.append(losses.within_drift(low, high, over=over))
-    return math.prod(parts[1:], start=parts[0]) if parts else None
-
-
-def skyrl_corrected(case: Case, found: re.Match[str]) -> Any:
-    p = case.params
-    loss = losses.ppo_clip(p["eps_clip_low"], high=p["eps_clip_high"])
-    correction = skyrl_correction(p)
-    return answer(case, loss if correction is None else loss * correction, average="token_sum")
+            old, rollout, mask = (case.array(column) for column in ("old_log_probs", "rollout_log_probs", "mask"))
+            kept = masks.drift(ragged(old), ragged(rollout), ragged(mask > 0), over=over, low=low, high=high)
+            case = with_input(case, mask=matrix(kept).astype(float))
+    if (kind := p.get("tis_ratio_type")) is not None:
+        loss = loss * losses.truncated_importance(p[f"{kind}_tis_ratio_clip_high"], level=kind)
+    if (metric := p.get("sequence_mask_metric")) is not None:
+        name, over = ("geo", "mean") if metric == "geometric" else (metric, "sum")
+        bounds = p[f"{name}_mask_low"], p[f"{name}_mask_high"]
+        loss = loss * losses.within_drift(*bounds, over=over, log_ratio_clip=None)
+    return case, loss
 
 
 def skyrl_rollout_is(case: Case) -> Any:
@@ -208,12 +241,6 @@ def skyrl_rollout_is(case: Case) -> Any:
     p = case.params
     weight = losses.masked_importance(1 - p["eps_clip_low"], 1 + p["eps_clip_high"])
     return answer(case, losses.reinforce() * weight, old="", average="token_sum")
-
-
-def skyrl_cispo(case: Case) -> Any:
-    p = case.params
-    loss = losses.cispo(p["cispo_eps_clip_high"], low=p["cispo_eps_clip_low"])
-    return answer(case, loss, old="rollout_log_probs", average="token_sum")
 
 
 # --- slime --------------------------------------------------------------------------------------------------------------
@@ -225,28 +252,16 @@ def slime_average(case: Case) -> dict[str, Any]:
     return {"average": "sequence_mean", "average_rows": 1}
 
 
-def slime_loss(case: Case) -> fr.Loss:
+def slime_corrected(case: Case, loss: fr.Loss, name: str) -> fr.Loss:
     p = case.params
-    return losses.ppo_clip(
-        p.get("eps_clip", 0.2), high=p.get("eps_clip_high", 0.2), dual=p.get("eps_clip_c"), log_ratio_clip=None
-    )
-
-
-def slime_tis(case: Case) -> Any:
-    p = case.params
-    weight = losses.truncated_importance(p["tis_clip"], floor=p["tis_clip_low"], log_ratio_clip=None)
-    return answer(case, slime_loss(case) * weight, **slime_average(case))
-
-
-def slime_icepop(case: Case) -> Any:
-    p = case.params
-    weight = losses.masked_importance(p["tis_clip_low"], p["tis_clip"], log_ratio_clip=None)
-    return answer(case, slime_loss(case) * weight, **slime_average(case))
-
-
-def slime_opsm(case: Case) -> Any:
-    gate = losses.off_policy_mask(case.params["opsm_delta"], against="old_logprobs")
-    return answer(case, slime_loss(case) * gate, **slime_average(case))
+    if p.get("use_opsm"):
+        loss = loss * losses.off_policy_mask(p["opsm_delta"], against="old_logprobs")
+    if p.get("use_tis"):  # what takes the place of truncation is a function of the user's, which only the name tells
+        low, high = p["tis_clip_low"], p["tis_clip"]
+        if "icepop" in name:
+            return loss * losses.masked_importance(low, high, log_ratio_clip=None)
+        return loss * losses.truncated_importance(high, floor=low, log_ratio_clip=None)
+    return loss
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------------------
@@ -287,25 +302,40 @@ def areal_decoupled(case: Case, found: re.Match[str]) -> Any:
     """PPO against the proximal policy times the weight proximal / behaviour; rejected tokens stay in the count."""
     p = case.params
     correction = areal_correction(p["rejection_sampling"])
-    loss = losses.ppo_clip(p["eps_clip"], high=p.get("eps_clip_higher"), dual=p.get("c_clip"), log_ratio_clip=None)
-    result = answer(case, loss * correction, average="token_mean")
+    result = answer(case, areal_ppo(p) * correction, average="token_mean")
     if isinstance(result, Contract):
         return result
     return {**result, "behave_imp_weight": Where(per_token(case, correction), case.array("mask") > 0)}
 
 
+def areal_ppo(p: dict[str, Any]) -> fr.Loss:
+    is_row = p.get("importance_sampling_level") == "sequence"
+    return losses.ppo_clip(
+        p["eps_clip"],
+        high=p.get("eps_clip_higher"),
+        dual=p.get("c_clip"),
+        level="geometric" if is_row else "token",
+        row_advantage=is_row,
+        log_ratio_clip=None,
+    )
+
+
 def areal_correction(p: dict[str, Any]) -> fr.Loss:
-    low, high = p.get("lower"), p["upper"]
-    options: dict[str, Any] = {"log_ratio_clip": None, "unknown": "equal"}
-    is_ratio = p["metric"] == "ratio"
+    low, high, agg = p.get("lower"), p["upper"], p.get("agg", "mean")
+    is_ratio, is_row = p["metric"] == "ratio", p["level"] == "sequence"
     # a row judged by its ratio gets the geometric mean as its weight, whatever it is judged by
-    level = "geometric" if p["level"] == "sequence" and is_ratio else "token"
-    if p["action"] == "clamp":
-        return losses.truncated_importance(high, floor=low or 0.0, level=level, **options)
+    options: dict[str, Any] = {"level": "geometric" if is_row and is_ratio else "token", "unknown": "equal"}
+    weight = losses.truncated_importance(None, log_ratio_clip=None, **options)
+    # a difference that is not known counts as 0, but not in an estimate of the KL
     divergence = {} if is_ratio else {"statistic": p["metric"].removeprefix("kl_"), "direction": "from_old"}
-    over = "token" if p["level"] == "token" else p["agg"]
-    gate = losses.within_drift(low, high, over=over, **divergence, **options)
-    return losses.truncated_importance(None, level=level, **options) * gate
+    unknown = "equal" if is_ratio else "drop"
+    gate = losses.within_drift(
+        low, high, over=agg if is_row else "token", log_ratio_clip=None, unknown=unknown, **divergence
+    )
+    if p["action"] == "mask":
+        return weight * gate
+    held = losses.truncated_importance(high, floor=low or 0.0, log_ratio_clip=None, **options)
+    return held + gate * (weight - held) if agg == "max" and is_row else held  # by sum and mean rows within keep theirs
 
 
 def per_token(case: Case, weight: fr.Loss) -> np.ndarray:
@@ -316,24 +346,16 @@ def per_token(case: Case, weight: fr.Loss) -> np.ndarray:
 
 
 CONVENTIONS: dict[str, Callable[[Case], Any]] = {
-    "openrlhf.gspo_rollout_anchored": openrlhf_gspo,
-    "skyrl.cispo_rollout_anchor_sum": skyrl_cispo,
     "skyrl.rollout_is_sum": skyrl_rollout_is,
-    "slime.tis": slime_tis,
-    "slime.icepop": slime_icepop,
-    "slime.opsm": slime_opsm,
 }
 
 PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"verl\.bypass_.*", lambda case, found: verl_bypass(case)),
-    (r"openrlhf\.ppo_is_(token|seq)_(mask|clip)_(ratio|binary_kl|tv)", openrlhf_gated),
-    (r"nemo\.ppo_(tis|icepop|seq-mask-tis|is_untruncated).*", nemo_corrected),
-    (r"nemo\.guard_.*", nemo_corrected),
-    (r"nemo\.gspo_is_sequence.*", nemo_corrected),
-    (r"skyrl\.ppo_(tis|seqmask|outlier|token_mask)\w*_sum", skyrl_corrected),
+    (r"openrlhf\.ppo_is_.*", openrlhf_gated),
+    (r"nemo\..*", nemo),
     (r"trl\.\w+_tis_(token|sequence)", trl_weighted),
     (r"trl\.off_policy_mask.*", trl_off_policy_mask),
-    (r"areal\.(decoupled|guard)_rs_.*", areal_decoupled),
+    (r"areal\.(decoupled|guard)_.*", areal_decoupled),
 ]
 
 UNANSWERED = dict.fromkeys(

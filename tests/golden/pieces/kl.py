@@ -11,6 +11,7 @@ import torch
 import flowrl as fr
 from flowrl_operators import losses
 from tests.golden.padded import tensor
+from tests.golden.pieces._policy_corrections import bound_of_kl
 from tests.golden.runner import Where
 from tests.golden.vectors import Case
 
@@ -57,7 +58,10 @@ def estimate(case: Case, found: re.Match[str]) -> dict[str, Any]:
             if p.get("unbiased_gradient"):
                 options |= {"gradient": "k2", "importance": "gradient", "importance_cap": 10.0}
         case "nemo":
-            options = {"log_ratio_clip": p["input_clamp"], "value_clip": _nemo_value_clip(p, kind)}
+            options = {
+                "log_ratio_clip": p["input_clamp"],
+                "value_clip": bound_of_kl(kind, p["input_clamp"], p["output_clamp"]),
+            }
             if found["variant"] == "_score_function":
                 options |= {"importance": "value", "against": None}
         case "areal":
@@ -67,14 +71,6 @@ def estimate(case: Case, found: re.Match[str]) -> dict[str, Any]:
         case "roll":
             options["value_clip"] = 10.0 if kind == "k3" else None
     return per_token(case, losses.kl(kind, **options), COLUMNS)
-
-
-def _nemo_value_clip(params: dict[str, Any], kind: str) -> float | None:
-    # it clips the log-ratio of k1 and k2 too; for those a bound of the input is one of the value
-    entry = params["input_clamp"]
-    of_input = None if entry is None or kind == "k3" else entry if kind == "k1" else entry**2 / 2
-    bounds = [bound for bound in (of_input, params["output_clamp"]) if bound is not None]
-    return min(bounds, default=None)
 
 
 def full(case: Case) -> dict[str, Any]:

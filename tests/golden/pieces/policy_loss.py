@@ -20,6 +20,7 @@ COLUMNS = {
     "logprobs": "log_probs",
     "old_logprobs": "old_log_probs",
     "ref_logprobs": "ref_log_probs",
+    "rollout_logprobs": "rollout_log_probs",
     "advantages": "advantages",
     "entropy": "entropies",
     "reward": "scores",
@@ -142,39 +143,8 @@ def verl_gpg(case: Case, found: re.Match[str]) -> Any:
 
 
 def openrlhf(case: Case, found: re.Match[str]) -> Any:
-    p = case.params
-    is_gspo = p.get("policy_loss_type") == "gspo"
-    loss = losses.ppo_clip(
-        p["clip_eps_low"],
-        high=p["clip_eps_high"],
-        dual=p.get("dual_clip"),
-        level="geometric" if is_gspo else "token",
-    )
-    average = {"average": "sequence_mean", "average_eps": ADDED} if is_gspo else corrections.openrlhf_average(case)
-    return answer(case, loss, figures={"clip_ratio": "clip_fraction"}, **average)
-
-
-# --- NeMo-RL ------------------------------------------------------------------------------------------------------------
-
-
-def nemo(case: Case, found: re.Match[str]) -> Any:
-    p = case.params
-    low, high = p.get("ratio_clip_min", 0.2), p.get("ratio_clip_max", 0.2)
-    old = "old_log_probs"
-    if p.get("disable_ppo_ratio"):
-        loss = losses.reinforce()
-    elif p.get("use_cispo"):
-        loss = losses.cispo(high, low=low, log_ratio_clip=None)
-    else:
-        if p.get("force_on_policy_ratio"):
-            old = ""  # without the column the ratio is to the live policy itself
-        level = "geometric" if p.get("sequence_level_importance_ratios") else "token"
-        dual = p.get("ratio_clip_c")
-        loss = losses.ppo_clip(low, high=high, dual=dual, level=level, count_eps=ADDED, log_ratio_clip=None)
-    if beta := p.get("reference_policy_kl_penalty"):
-        kind = p.get("reference_policy_kl_type", "k3")
-        loss = loss + beta * losses.kl(kind, importance="value", against=None, value_clip=10.0)
-    return answer(case, loss, old=old, **corrections.nemo_average(case))
+    loss, options = corrections.openrlhf(case)
+    return answer(case, loss, figures={"clip_ratio": "clip_fraction"}, **options)
 
 
 # --- AReaL --------------------------------------------------------------------------------------------------------------
@@ -185,16 +155,7 @@ def areal(case: Case, found: re.Match[str]) -> Any:
     if "tau_pos" in p:
         loss = losses.sapo(p["tau_pos"], negative_tau=p["tau_neg"], log_ratio_clip=None)
         return answer(case, loss, average="token_mean")
-    is_sequence = p.get("importance_sampling_level") == "sequence"
-    loss = losses.ppo_clip(
-        p["eps_clip"],
-        high=p.get("eps_clip_higher"),
-        dual=p.get("c_clip"),
-        level="geometric" if is_sequence else "token",
-        row_advantage=is_sequence,
-        log_ratio_clip=None,
-    )
-    return answer(case, loss, figures=CLIPPED, average="token_mean")
+    return answer(case, corrections.areal_ppo(p), figures=CLIPPED, average="token_mean")
 
 
 # --- SkyRL --------------------------------------------------------------------------------------------------------------
@@ -232,7 +193,12 @@ def skyrl(case: Case, found: re.Match[str]) -> Any:
                 cap=None,
             )
             old = "rollout_log_probs"
-    return answer(case, loss, old=old, average="token_sum", figures={"clip_ratio": figure} if has_figure else None)
+    if p.get("cispo_anchor") == "rollout":
+        old = "rollout_log_probs"
+    figures = {"clip_ratio": figure} if has_figure else None
+    whole = case
+    case, loss = corrections.skyrl_corrected(case, loss)
+    return answer(case, loss, old=old, average="token_sum", figures=figures if case is whole else None)
 
 
 # --- slime --------------------------------------------------------------------------------------------------------------
@@ -244,10 +210,10 @@ def slime(case: Case, found: re.Match[str]) -> Any:
     match p.get("advantage_estimator"):
         case "cispo":
             loss = losses.cispo(high, low=low, log_ratio_clip=None)
-        case "gspo":
-            loss = losses.ppo_clip(low, high=high, level="geometric", log_ratio_clip=None)
-        case _:
-            loss = losses.ppo_clip(low, high=high, dual=p.get("eps_clip_c"), log_ratio_clip=None)
+        case estimator:
+            level = "geometric" if estimator == "gspo" else "token"
+            loss = losses.ppo_clip(low, high=high, dual=p.get("eps_clip_c"), level=level, log_ratio_clip=None)
+    loss = corrections.slime_corrected(case, loss, found[0])
     if not p.get("use_kl_loss"):
         return answer(case, loss, **corrections.slime_average(case))
     loss = loss + p["kl_loss_coef"] * slime_kl(p)
@@ -279,7 +245,7 @@ def roll(case: Case, found: re.Match[str]) -> Any:
     p = case.params
     low, high = (p["pg_clip_low"], p["pg_clip_high"]) if p["use_pg_clip_range"] else (p["pg_clip"], p["pg_clip"])
     match found["name"]:
-        case "cispo" | "cispo_unified_mask":
+        case "cispo":
             loss = losses.cispo(
                 p["cispo_epsilon_high"],
                 low=p["cispo_epsilon_low"],
@@ -293,7 +259,7 @@ def roll(case: Case, found: re.Match[str]) -> Any:
             loss = losses.dro(p["kimi15_tau"])
         case "pg_vanilla":
             loss = losses.reinforce()
-        case name if name.startswith("tis"):
+        case "tis":
             loss = losses.cispo(p["tis_upper_bound"] - 1, low=1 - p["tis_lower_bound"], log_ratio_clip=None)
         case _:
             level = "geometric" if p["importance_sampling"] == "seq" else "token"
@@ -312,6 +278,8 @@ def roll_averaged(case: Case, loss: fr.Loss) -> Any:
     mask = case.array("mask")
     match case.params["loss_agg_mode"]:
         case "token-mean":  # sums over padding too and divides by the tokens of the mask
+            if not mask.any() or not np.isfinite(case.wanted("loss")):
+                return answer(case, loss, average="token_mean")
             everywhere = corrections.with_input(case, mask=np.ones_like(mask))
             return answer(everywhere, loss, average="token_sum", factor=1 / max(mask.sum(), 1))
         case "seq-mean-token-sum":
@@ -450,12 +418,11 @@ PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"verl\.dppo_(?P<divergence>tv|kl).*", verl_dppo),
     (r"verl\.dro.*", verl_dro),
     (r"verl\.gpg.*", verl_gpg),
-    (r"openrlhf\.(gspo|ppo_(token|sample|dual_clip)).*", openrlhf),
-    (r"nemo\.(cispo|grpo_\w+|gspo\w*|ppo_(dual_clip_higher|sequence|token|dual_clip)|reinforce).*", nemo),
-    (r"areal\.(gspo|ppo|sapo).*", areal),
+    (r"openrlhf\..*", openrlhf),
+    (r"areal\.(gspo|ppo|sapo|dual_clip|clip_higher|grpo).*", areal),
     (r"skyrl\.(?P<name>ppo|dual_clip|gspo|cispo|sapo|clip_cov|kl_cov|dppo)(_\w+)?", skyrl),
-    (r"slime\.(cispo|dual_clip|gspo|kl_loss_\w+|ppo_\w+).*", slime),
-    (r"roll\.(?P<name>cispo|cispo_unified_mask|topr|kimi15|pg_vanilla|tis\w*|gspo|dual_clip|kl_loss_\w+|ppo_.*)", roll),
+    (r"slime\..*", slime),
+    (r"roll\.(?P<name>cispo|topr|kimi15|pg_vanilla|tis|\w+).*", roll),
     (r"trl\.gmpo.*", trl_gmpo),
     (r"trl\.rloo_sequence_ppo.*", trl_rloo),
     (
