@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 from flowrl.errors import PackError, TraceError
 from flowrl.graph.names import Chain, definitions, free_names
@@ -378,6 +378,30 @@ class FunctionRef:
     @property
     def place(self) -> Place:
         return place_of(self.function) if self.function is not None else Place()
+
+
+class Decorated:
+    """A function with what its decorator declares: named and documented as the function is, found by that name when it is
+    unpickled, and never copied, since it never changes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = path_of(function)
+        self.place = place_of(function)
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+        self.__qualname__ = function.__qualname__
+        self.__module__ = function.__module__
+        self.__wrapped__ = function
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (resolve, (self.name,))
 
 
 def reduced(value: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
-from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
+from flowrl.graph.code import Decorated, code_hash, digest, reduced, refuse_changed, resolve
 from flowrl.graph.operators import Locality, OperatorCall, Read, read_signature, resolve_read
 from flowrl.graph.values import EMPTY_MAP, FrozenMap, freeze_config, frozen_defaults
 from flowrl.schema.standard import LIVE
@@ -231,7 +231,7 @@ def uncorrected(loss: Loss) -> tuple[Term, ...]:
     raise TypeError(f"no correction rule for {type(loss).__name__}")
 
 
-class LossFunction:
+class LossFunction(Decorated):
     """A loss function with its declaration; calling it with configuration gives a term. Made by `@fr.loss`."""
 
     def __init__(
@@ -251,9 +251,7 @@ class LossFunction:
             )
         if per not in ("token", "sample"):
             raise ConfigError(f"a loss is per='token' or per='sample'; found {per!r}")
-        self.function = function
-        self.name = path_of(function)
-        self.place = place_of(function)
+        super().__init__(function)
         self.reads, self.defaults, state = read_signature(function, names, kind="loss")
         if state:
             raise ConfigError(f"loss '{function.__name__}' asks for fr.State; keep state in an operator")
@@ -264,11 +262,6 @@ class LossFunction:
             "max_staleness": max_staleness,
             "corrects": corrects,
         }
-        self.__doc__ = function.__doc__
-        self.__name__ = function.__name__
-        self.__qualname__ = function.__qualname__
-        self.__module__ = function.__module__
-        self.__wrapped__ = function
 
     @property
     def hash(self) -> str:
@@ -295,15 +288,6 @@ class LossFunction:
             function=self.function,
             **self.properties,
         )
-
-    def __copy__(self) -> LossFunction:
-        return self  # it never changes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LossFunction:
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (resolve, (self.name,))
 
     def __repr__(self) -> str:
         return f"<loss {self.name} ({', '.join(map(str, self.reads))})>"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
-from flowrl.graph.code import code_hash, digest, path_of, place_of, reduced, refuse_changed, resolve
+from flowrl.graph.code import Decorated, code_hash, digest, reduced, refuse_changed, resolve
 from flowrl.graph.values import EMPTY_MAP, FrozenMap, Scalar, freeze, freeze_config, frozen_defaults
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.standard import STANDARD
@@ -156,20 +156,13 @@ class OperatorCall:
         raise ConfigError(f"'{self.name}' is not an operator any more; found {type(found).__name__}")
 
 
-class Operator:
+class Operator(Decorated):
     """A function with its declaration. Made by `@fr.operator`."""
 
     def __init__(self, function: Callable[..., Any], declared: _Declared, names: Mapping[str, Any]) -> None:
-        self.function = function
-        self.name = path_of(function)
+        super().__init__(function)
         self.declared = declared
-        self.place = place_of(function)
         self.reads, self.defaults, self.state_param = read_signature(function, names, kind="operator")
-        self.__doc__ = function.__doc__
-        self.__name__ = function.__name__
-        self.__qualname__ = function.__qualname__
-        self.__module__ = function.__module__
-        self.__wrapped__ = function
         _check_declared(self)
 
     @property
@@ -239,15 +232,6 @@ class Operator:
             return self.function(*args, **config)
         return self.bind(*args, **config)
 
-    def __copy__(self) -> Operator:
-        return self  # it never changes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (resolve, (self.name,))
-
     def __repr__(self) -> str:
         return f"<operator {self.name} ({', '.join(map(str, self.reads))})>"
 
@@ -255,12 +239,12 @@ class Operator:
 @dataclass(frozen=True, slots=True)
 class _Declared:
     writes: Mapping[str, ColumnType] | Callable[..., Mapping[str, ColumnType]]
-    locality: Locality | str | Callable[..., Locality | str]
-    is_filter: bool
-    min_group: int | Callable[..., int]
-    each_row: bool
-    timeout_s: float | Callable[..., float | None] | None
-    on_error: str
+    locality: Locality | Callable[..., Locality | str] = Locality("row")
+    is_filter: bool = False
+    min_group: int | Callable[..., int] = 1
+    each_row: bool = False
+    timeout_s: float | Callable[..., float | None] | None = None
+    on_error: str = "raise"
     replaces: bool = False
     many_groups: bool = False
     processes: bool = False
@@ -342,23 +326,19 @@ def operator(
         )
     frame = sys._getframe(1)
     names = {**frame.f_globals, **frame.f_locals}
-    if locality == "stateful" or isinstance(locality, Locality) or callable(locality):
-        declared_locality: Any = locality
-    else:
-        declared_locality = Locality(locality)
     declared = _Declared(
-        writes if writes is not None else {},
-        declared_locality,
-        filter,
-        min_group,
-        each_row,
-        timeout_s,
-        on_error,
-        replaces,
-        many_groups,
-        processes,
-        threads,
-        narrows,
+        writes=writes if writes is not None else {},
+        locality=locality if isinstance(locality, Locality) or callable(locality) else Locality(locality),
+        is_filter=filter,
+        min_group=min_group,
+        each_row=each_row,
+        timeout_s=timeout_s,
+        on_error=on_error,
+        replaces=replaces,
+        many_groups=many_groups,
+        processes=processes,
+        threads=threads,
+        narrows=narrows,
         cost=cost,
     )
     return lambda f: Operator(f, declared, names)
@@ -388,13 +368,10 @@ def reward(
     from flowrl.schema.standard import REWARD
 
     declared = _Declared(
-        {"reward": REWARD.type},
-        Locality("row"),
-        False,
-        1,
-        True,
-        timeout_s,
-        on_error,
+        writes={"reward": REWARD.type},
+        each_row=True,
+        timeout_s=timeout_s,
+        on_error=on_error,
         processes=processes,
         threads=threads,
     )
@@ -528,7 +505,7 @@ def _check_declared(op: Operator) -> None:
         raise ConfigError(f"'{op.__name__}' narrows '{d.narrows}', which it does not read; name a mask that it reads")
     if d.processes and d.threads != 1:
         raise ConfigError(f"'{op.__name__}' declares processes and threads; it runs in one of them")
-    if op.state_param and d.locality != "stateful" and str(d.locality) != "stateful":
+    if op.state_param and str(d.locality) != "stateful":
         raise ConfigError(f"'{op.__name__}' asks for fr.State; declare locality='stateful'")
 
 
