@@ -5,8 +5,8 @@ Notation: o = old_logprobs, q = rollout_logprobs, l = o - q the log-ratio of a t
 [Note: A token whose log-ratio is not known]
 Where a log-ratio is NaN or infinite (a sampler that reported no log-probability, or one of minus infinity for the token it
 drew) `unknown` says what the token counts as. `"drop"`: nothing, its weight is 0, and that of its row where a whole row is
-judged. `"equal"`: as if both had the same log-probability (weight 1). `"extreme"`: NaN as equal, an infinite one as beyond
-every bound.
+judged. `"least"`: a ratio of 0, and so the least weight that is allowed. `"equal"`: as if both had the same log-probability
+(weight 1). `"extreme"`: NaN as equal, an infinite one as beyond every bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl")
 DIRECTIONS = ("from_rollout", "from_old", "both")
 OVER = ("token", "sum", "mean", "max", "each")
 LEVELS = ("token", "sequence", "geometric")
-UNKNOWN = ("drop", "equal", "extreme")
+UNKNOWN = ("drop", "least", "equal", "extreme")
 
 LEAST_PROBABILITY = 1e-6
 """Probabilities are held within this of 0 and 1 in the binary KL, whose logarithms stay finite then."""
@@ -82,7 +82,8 @@ def importance(
     ratio = xp.exp(_held(log_ratio, log_ratio_clip))
     # beyond what the float can hold (only without log_ratio_clip), or infinities that cancel: not known either
     lost = xp.isnan(ratio) if unknown == "extreme" else ~xp.isfinite(ratio)
-    return xp.where(is_unknown | lost, 0.0, ratio), ~(is_unknown | lost)
+    is_unknown = is_unknown | lost
+    return xp.where(is_unknown, 0.0, ratio), ~is_unknown | (unknown == "least")
 
 
 def within(
@@ -150,7 +151,8 @@ def _known(xp: Any, old: Any, rollout: Any, unknown: str) -> tuple[Any, Any]:
     checked("unknown", unknown, UNKNOWN, "log-ratios")
     log_ratio = old - rollout
     strange = xp.isnan(log_ratio) if unknown == "extreme" else ~xp.isfinite(log_ratio)
-    return xp.where(strange, 0.0, log_ratio), strange if unknown == "drop" else xp.zeros_like(strange)
+    counts_as = -xp.inf if unknown == "least" else 0.0
+    return xp.where(strange, counts_as, log_ratio), strange if unknown == "drop" else xp.zeros_like(strange)
 
 
 def _bounds(statistic: str, low: float | None, high: float | None) -> tuple[float, float]:

@@ -43,8 +43,8 @@ def importance_weights(
         normalise: divide by the mean weight of the step, over tokens or, where a row has one weight, over rows that have a
             token: self-normalised importance sampling (Hesterberg, 1995; verl's `rollout_is_batch_normalize`).
         log_ratio_clip: log-ratios (of a row: their sum or mean) are held within this on both sides; None: as they are.
-        unknown: what a token whose log-ratio is not finite counts as: `"drop"` weight 0, `"equal"` weight 1, `"extreme"`:
-            NaN weight 1 and infinite ones beyond the bounds.
+        unknown: what a token whose log-ratio is not finite counts as: `"drop"` weight 0, `"least"` a ratio of 0, `"equal"`
+            weight 1, `"extreme"`: NaN weight 1 and infinite ones beyond the bounds.
 
     Where all weights are 0 they stay 0. Errors: ConfigError for bounds the wrong way round or an unknown option.
     """

@@ -44,8 +44,8 @@ def truncated_importance(
         level: `"token"`; `"sequence"`: one weight per row, the ratio of the whole response (verl, TRL, SkyRL); `"geometric"`:
             one weight per row, the geometric mean of its tokens' ratios (AReaL).
         log_ratio_clip: log-ratios (of a row: their sum or mean) are held within this on both sides; None: as they are.
-        unknown: what a token whose log-ratio is not finite counts as: `"drop"`: weight 0 (NeMo-RL); `"equal"`: weight 1
-            (AReaL); `"extreme"`: NaN 1, infinite ones floor or cap (TRL).
+        unknown: what a token whose log-ratio is not finite counts as: `"drop"`: weight 0; `"least"`: a ratio of 0, hence
+            `floor` (NeMo-RL); `"equal"`: weight 1 (AReaL); `"extreme"`: NaN 1, infinite ones floor or cap (TRL).
 
     Metrics: `importance`, `importance_capped`.
     """

@@ -40,7 +40,8 @@ def dppo(
         high: greatest divergence where A > 0, to steps that raise p; None takes `low`.
         drop: which tokens past it are left out: `"pushed"`, those that A pushes farther (the paper, verl, SkyRL,
             prime-rl); `"all"`, whatever A says: `low` bounds falls of p and `high` rises (prime-rl's IPO trust region).
-        value: what is reported, the gradient being the same: `"log"`: -sg(r) A log pi (verl); `"ratio"`: -r A (SkyRL, prime-rl).
+        value: what is reported, the gradient being the same but where log_ratio_clip acts, which ends that of a ratio: `"log"`:
+            -sg(r) A log pi (verl); `"ratio"`: -r A (SkyRL, prime-rl).
         cap: greatest weight r; None for no bound. (verl: 20; SkyRL, prime-rl: None.)
         log_ratio_clip: as in `ppo_clip`.
 
@@ -62,9 +63,10 @@ def dppo(
     if drop == "pushed":
         rises, falls = rises & (advantages > 0), falls & (advantages < 0)
     is_out = (rises & (distance > upper)) | (falls & (distance > low))
-    ratio = held(new - old, log_ratio_clip).exp()
+    step = held(logprobs - old, log_ratio_clip)
+    ratio = step.detach().exp()
     weight = torch.where(is_out, 0.0, ratio if cap is None else ratio.clamp(max=cap)) * advantages
-    loss = -weight * (logprobs if value == "log" else 1 + logprobs - new)
+    loss = -weight * (logprobs if value == "log" else 1 + step - step.detach())
     return loss, {"clip_fraction": fraction(is_out, ratio), "ratio": ratio}
 
 

@@ -118,11 +118,12 @@ def test_what_an_unknown_log_probability_counts_as() -> None:
     old = tokens(-1.0, -1.0, -1.0).requires_grad_()
     rollout = tokens(math.nan, -1.5, -math.inf)
     found = {
-        unknown: losses.truncated_importance(old, rollout, ROWS, cap=2.0, unknown=unknown)[0].tolist()
+        unknown: losses.truncated_importance(old, rollout, ROWS, cap=2.0, floor=0.5, unknown=unknown)[0].tolist()
         for unknown in UNKNOWN
     }
     known = math.exp(0.5)
     assert found["drop"] == pytest.approx([0.0, known, 0.0])
+    assert found["least"] == pytest.approx([0.5, known, 0.5])
     assert found["equal"] == pytest.approx([1.0, known, 1.0])
     assert found["extreme"] == pytest.approx([1.0, known, 2.0])
 

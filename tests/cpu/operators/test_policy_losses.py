@@ -1,5 +1,6 @@
 """Policy losses beyond the golden files: what their options share, what they refuse, what the papers promise."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,14 @@ def test_dppo_leaves_out_what_moved_far_where_it_is_pushed_on(divergence: str) -
     value, _ = losses.dppo(live, p_old.log(), advantages, value="ratio", **options)
     torch.testing.assert_close(gradient(value, live), gradient(found, live))
     torch.testing.assert_close(value, -p_new / p_old * advantages * (metrics["clip_fraction"] == 0))
+
+
+def test_a_ratio_that_dppo_holds_has_no_gradient() -> None:
+    live = torch.tensor([-0.5, -0.5], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-25.0, -0.5], dtype=torch.float64)
+    value, _ = losses.dppo(live, old, -torch.ones(2, dtype=torch.float64), value="ratio", cap=None)
+    torch.testing.assert_close(value[0].item(), math.exp(20.0))
+    assert gradient(value, live).tolist() == [0.0, 1.0]
 
 
 def test_binary_kl_is_finite_at_certain_tokens() -> None:

@@ -160,7 +160,7 @@ def nemo_importance(case: Case) -> fr.Loss:
     if high is None:
         return losses.truncated_importance(None, level=level, log_ratio_clip=None)
     if kind == "tis":
-        return losses.truncated_importance(high, floor=low or 0.0, level=level, log_ratio_clip=None)
+        return losses.truncated_importance(high, floor=low or 0.0, level=level, log_ratio_clip=None, unknown="least")
     if kind == "icepop":
         return losses.masked_importance(low or 0.0, high, level=level, log_ratio_clip=None)
     gate = losses.within_drift(low, high, over="mean", log_ratio_clip=None, unknown="equal")
