@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import flowrl as fr
 from flowrl.errors import ConfigError
+from flowrl_operators._options import checked
 from flowrl_operators.losses._common import Bound, fraction, held
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def kl_cov(
 
 
 @fr.loss(locality="batch", on_policy=False)
-def top_entropy(entropy: fr.TOKEN.f32, *, share: float = 0.2) -> Output:
+def top_entropy(entropy: fr.TOKEN.f32, *, share: float = 0.2, threshold: str = "exact") -> Output:
     """A weight to multiply another term with: 1 at the share of tokens of greatest entropy, 0 elsewhere, without gradient.
 
     Only the tokens at which the response forks learn: "Beyond the 80/20 rule" (arXiv 2506.01939). The threshold is the
@@ -118,13 +119,17 @@ def top_entropy(entropy: fr.TOKEN.f32, *, share: float = 0.2) -> Output:
 
     Args:
         share: of the tokens that learn.
+        threshold: `"exact"`, or computed in `"float32"` (TRL), where a token of greater precision that is the threshold itself
+            may fall below it.
 
     Metrics: `entropy`, `learning_fraction`.
     """
     if not 0 < share <= 1:
         raise ConfigError(f"top_entropy needs 0 < share <= 1; found {share!r}")
     seen = entropy.detach()
-    chosen = fraction(seen >= _quantile(seen, 1 - share), seen) if len(seen) else seen
+    checked("threshold", threshold, ("exact", "float32"), "top_entropy")
+    values = seen.float() if threshold == "float32" else seen
+    chosen = fraction(seen >= _quantile(values, 1 - share), seen) if len(seen) else seen
     return chosen, {"entropy": seen, "learning_fraction": chosen}
 
 
@@ -136,8 +141,11 @@ def _covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def _quantile(values: Tensor, q: float) -> Tensor:
     """Linear between the two nearest of [T]; torch.quantile refuses more than 16 M values."""
+    import torch
+
     ordered = values.sort().values
-    place = q * (len(ordered) - 1)
+    # in the precision of the values, as torch.quantile has it
+    place = (ordered.new_tensor(q) * (len(ordered) - 1)).item()
     below = math.floor(place)
     low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
-    return low + (high - low) * (place - below)
+    return torch.lerp(low, high, place - below)

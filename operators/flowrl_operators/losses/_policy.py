@@ -98,10 +98,12 @@ def cispo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any = None,
     *,
     high: float = 4.0,
     low: float | None = None,
     drop: bool = False,
+    level: str = "token",
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log pi; the weight is clipped, and no token loses its gradient.
@@ -114,7 +116,7 @@ def cispo(
         low: the weight is at least 1 - low; None has no lower bound (the paper, TRL). (verl, SkyRL, NeMo-RL, slime, ROLL: 0.2.)
             `cispo(0.0, low=1.0)`, a weight in [0, 1], is ROLL's truncated importance sampling.
         drop: leave out tokens whose ratio is already past a bound in the direction that A pushes it (the paper's unified mask).
-        log_ratio_clip: as in `ppo_clip`.
+        level, log_ratio_clip: as in `ppo_clip`.
 
     Metrics: `clip_fraction` (tokens past a bound), `pushed_fraction` (of them those that A pushes on), `ratio`.
     """
@@ -122,7 +124,7 @@ def cispo(
 
     if not high >= 0 or (low is not None and not low > 0):
         raise ConfigError(f"cispo needs high >= 0 and low > 0 or None; found high={high!r}, low={low!r}")
-    ratio = held((logprobs - old_logprobs).detach(), log_ratio_clip).exp()
+    ratio = log_ratio(logprobs.detach(), old_logprobs, segments, level, log_ratio_clip).exp()
     floor = -torch.inf if low is None else 1 - low
     weight = ratio.clamp(None if low is None else floor, 1 + high)
     is_high, is_low = ratio > 1 + high, ratio < floor
@@ -175,9 +177,11 @@ def sapo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     advantages: fr.TOKEN.f32.or_broadcast("advantage"),
+    segments: Any = None,
     *,
     tau: float = 1.0,
     negative_tau: float = 1.05,
+    level: str = "token",
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip; its slope at r = 1 is the policy gradient's.
@@ -187,7 +191,7 @@ def sapo(
     Args:
         tau: sharpness of the gate where A > 0.
         negative_tau: sharpness elsewhere; a little greater, since those gradients raise many other tokens.
-        log_ratio_clip: as in `ppo_clip`. (verl, SkyRL: 20; TRL, AReaL: None.)
+        level, log_ratio_clip: as in `ppo_clip`. (verl, SkyRL: 20; TRL, AReaL: None.)
 
     Metrics: `ratio`.
     """
@@ -195,7 +199,7 @@ def sapo(
 
     if not (tau > 0 and negative_tau > 0):
         raise ConfigError(f"sapo needs tau > 0 and negative_tau > 0; found {tau!r} and {negative_tau!r}")
-    ratio = held(logprobs - old_logprobs, log_ratio_clip).exp()
+    ratio = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip).exp()
     sharpness = torch.where(advantages > 0, ratio.new_tensor(tau), ratio.new_tensor(negative_tau))
     gate = 4 / sharpness * torch.sigmoid(sharpness * (ratio - 1))
     return -gate * advantages, {"ratio": ratio.detach()}

@@ -29,6 +29,7 @@ COLUMNS = {
     "ref_logprobs": "ref_log_probs",
     "rollout_logprobs": "rollout_log_probs",
     "importance": "importance",
+    "entropy": "entropies",
 }
 
 
@@ -279,20 +280,16 @@ def trl_average(case: Case) -> dict[str, Any]:
     return {"average": "token_mean"}
 
 
-def trl_loss(case: Case) -> fr.Loss:
+def trl_corrected(case: Case, loss: fr.Loss) -> tuple[Case, fr.Loss]:
+    """(the case, the loss times what corrects for the sampler): rows too far off left out, given weights."""
     p = case.params
-    return losses.ppo_clip(p["epsilon_low"], high=p["epsilon_high"], log_ratio_clip=None)
-
-
-def trl_weighted(case: Case, found: re.Match[str]) -> Any:
-    ratio = case.array("importance_sampling_ratio")
-    case = with_input(case, importance=np.broadcast_to(ratio, case.array("mask").shape))
-    return answer(case, trl_loss(case) * losses.stored_importance(), **trl_average(case))
-
-
-def trl_off_policy_mask(case: Case, found: re.Match[str]) -> Any:
-    gate = losses.off_policy_mask(case.params["off_policy_mask_threshold"])
-    return answer(case, trl_loss(case) * gate, **trl_average(case))
+    if (most := p.get("off_policy_mask_threshold")) is not None:
+        against = "rollout_logprobs" if "rollout_log_probs" in case.inputs else "old_logprobs"
+        loss = loss * losses.off_policy_mask(most, against=against)
+    if "importance_sampling_ratio" in case.inputs:
+        ratio = np.broadcast_to(case.array("importance_sampling_ratio"), case.array("mask").shape)
+        case, loss = with_input(case, importance=ratio), loss * losses.stored_importance()
+    return case, loss
 
 
 # --- AReaL --------------------------------------------------------------------------------------------------------------
@@ -353,8 +350,6 @@ PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"verl\.bypass_.*", lambda case, found: verl_bypass(case)),
     (r"openrlhf\.ppo_is_.*", openrlhf_gated),
     (r"nemo\..*", nemo),
-    (r"trl\.\w+_tis_(token|sequence)", trl_weighted),
-    (r"trl\.off_policy_mask.*", trl_off_policy_mask),
     (r"areal\.(decoupled|guard)_.*", areal_decoupled),
 ]
 

@@ -309,13 +309,13 @@ TRL_LEVELS = {"token": "token", "sequence": "geometric", "sequence_token": "geom
 
 def trl(case: Case, found: re.Match[str]) -> Any:
     p = case.params
-    loss = trl_policy(p)
+    case, loss = corrections.trl_corrected(case, trl_policy(p))
     is_per_row = p.get("importance_sampling_level", "token") != "token"  # so are its figures; ours are of tokens
     figures = {} if is_per_row or p["loss_type"] in ("sapo", "vespo") else TRL_FIGURES
     if p["loss_type"] == "cispo":
         figures = {"cispo_clip_ratio": "pushed_fraction"}
     if share := p.get("top_entropy_quantile"):
-        loss = loss * losses.top_entropy(share)
+        loss = loss * losses.top_entropy(share, threshold="float32")
     if beta := p.get("beta"):
         loss, figures = loss + beta * trl_kl(p), {**figures, "kl": "kl"}
     if coef := p.get("entropy_coef"):
@@ -325,18 +325,18 @@ def trl(case: Case, found: re.Match[str]) -> Any:
 
 def trl_policy(p: dict[str, Any]) -> fr.Loss:
     """The policy term alone."""
+    level = TRL_LEVELS[p.get("importance_sampling_level", "token")]
     match p["loss_type"]:
         case "cispo":  # its bound is that of the ratio itself
-            return losses.cispo(p["epsilon_high"] - 1, log_ratio_clip=None)
+            return losses.cispo(p["epsilon_high"] - 1, level=level, log_ratio_clip=None)
         case "sapo":  # it holds the temperatures in float32
             positive, negative = p.get("sapo_temperature_pos", 1.0), p.get("sapo_temperature_neg", 1.05)
             tau, negative_tau = float(np.float32(positive)), float(np.float32(negative))
-            return losses.sapo(tau, negative_tau=negative_tau, log_ratio_clip=None)
+            return losses.sapo(tau, negative_tau=negative_tau, level=level, log_ratio_clip=None)
         case "vespo":
             power = (p.get("vespo_k_pos", 2.0), p.get("vespo_k_neg", 3.0))
             decay = (p.get("vespo_lambda_pos", 3.0), p.get("vespo_lambda_neg", 2.0))
             return losses.vespo(power=power, decay=decay)
-    level = TRL_LEVELS[p.get("importance_sampling_level", "token")]
     # its two-sided bound is the dual clip's where it lies above 1 + epsilon_high
     return losses.ppo_clip(
         p["epsilon_low"], high=p["epsilon_high"], dual=p.get("delta"), level=level, log_ratio_clip=None
@@ -350,11 +350,15 @@ def trl_kl(p: dict[str, Any]) -> fr.Loss:
 def trl_with_entropy(case: Case, loss: fr.Loss, coef: float) -> Any:
     """Its entropy is averaged over tokens whatever the loss is averaged by: two losses, added."""
     found = answer(case, loss, **corrections.trl_average(case))
-    bonus = loss_and_gradient(
-        case, coef * losses.entropy_bonus(), {"entropy": "entropies"}, leaf="entropy", out="grad_entropy"
-    )
     if isinstance(found, Contract):
         return found
+    acted_on = case
+    if share := case.params.get("top_entropy_quantile"):  # over the tokens that learn
+        learns = corrections.per_token(case, losses.top_entropy(share, threshold="float32"))
+        acted_on = corrections.with_input(case, mask=(learns > 0).astype(float))
+    bonus = loss_and_gradient(
+        acted_on, coef * losses.entropy_bonus(), {"entropy": "entropies"}, leaf="entropy", out="grad_entropy"
+    )
     return {**found, "loss": found["loss"] + bonus["loss"], "grad_entropy": bonus["grad_entropy"]}
 
 
@@ -426,7 +430,7 @@ PATTERNS: list[tuple[str, Callable[..., Any]]] = [
     (r"trl\.gmpo.*", trl_gmpo),
     (r"trl\.rloo_sequence_ppo.*", trl_rloo),
     (
-        r"trl\.(bnpo|cispo|clip_higher|dapo|dr_grpo|grpo|gspo|luspo|sapo|top_entropy|two_sided|vespo)\w*(\.\d+)?",
+        r"trl\.(bnpo|cispo|clip_higher|dapo|dr_grpo|grpo|gspo|luspo|off_policy|sapo|top_entropy|two_sided|vespo).*",
         trl,
     ),
     (r"prime\.(?P<name>ce|dppo_tv_kl|ipo_trust_region).*", prime),
