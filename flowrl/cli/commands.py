@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.cli import OK, PROBLEMS
 from flowrl.errors import ConfigError, FlowError
 from flowrl.graph.nodes import Graph
 
 if TYPE_CHECKING:
     from flowrl.recipe import Recipe
-
-OK, PROBLEMS = 0, 1
 
 
 def check(args: argparse.Namespace) -> int:

@@ -34,22 +34,24 @@ def of_operator(found: Operator | LossFunction) -> Description:
         return {**about, "locality": str(properties.pop("locality")), "declares": properties}
     call = with_defaults(found)
     declared = found.declared
+    locality = _settled(declared.locality, call.locality if call else None)
     return {
         **about,
         "writes": _writes(found, call),
-        "locality": str(declared.locality) if not callable(declared.locality) else str(call.locality) if call else None,
+        "locality": None if locality is None else str(locality),
         "declares": {
-            "min_group": call.min_group
-            if call
-            else declared.min_group
-            if isinstance(declared.min_group, int)
-            else None,
+            "min_group": _settled(declared.min_group, call.min_group if call else None),
             "each_row": declared.each_row,
             "on_error": declared.on_error,
-            "timeout_s": call.timeout_s if call else None if callable(declared.timeout_s) else declared.timeout_s,
+            "timeout_s": _settled(declared.timeout_s, call.timeout_s if call else None),
             "replaces": declared.replaces,
         },
     }
+
+
+def _settled(declared: Any, by_default: Any) -> Any:
+    """What is declared; where that is a function of the configuration, what it gives for the defaults."""
+    return by_default if callable(declared) else declared
 
 
 def with_defaults(found: Operator) -> OperatorCall | None:
@@ -84,12 +86,11 @@ def of_pack(pack: packs.Pack | str) -> Description:
     if contents.failures:
         module, reason = next(iter(contents.failures.items()))
         raise ConfigError(f"{module} cannot be imported, so pack '{contents.pack.name}' cannot be described: {reason}")
-    everything: dict[str, Operator | LossFunction] = {**contents.operators, **contents.losses}
     return {
         "format": FORMAT,
         "pack": contents.pack.name,
         "version": contents.pack.version,
-        "operators": {name: of_operator(one) for name, one in everything.items()},
+        "operators": {name: of_operator(one) for name, one in contents.everything.items()},
     }
 
 

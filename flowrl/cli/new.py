@@ -7,7 +7,7 @@ import re
 from importlib import metadata, resources
 from pathlib import Path
 
-from flowrl.cli.commands import OK
+from flowrl.cli import OK
 from flowrl.errors import ConfigError
 from flowrl.graph import packs
 

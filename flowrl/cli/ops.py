@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.cli import description
-from flowrl.cli.commands import OK, PROBLEMS, table
+from flowrl.cli import OK, PROBLEMS, description
+from flowrl.cli.commands import table
 from flowrl.errors import ConfigError, PackError
 from flowrl.graph import packs
 from flowrl.graph.losses import LossFunction

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.cli.commands import OK, PROBLEMS, table
+from flowrl.cli import OK, PROBLEMS
+from flowrl.cli.commands import table
 from flowrl.errors import ConfigError
 from flowrl.graph import packs
 from flowrl.graph.losses import LossFunction
@@ -111,4 +112,4 @@ def of_pack(name: str) -> dict[str, Operator | LossFunction]:
     contents = packs.contents(name)
     for module, reason in contents.failures.items():
         raise ConfigError(f"{module} of pack '{name}' cannot be imported: {reason}")
-    return {**contents.operators, **contents.losses}
+    return contents.everything

@@ -66,7 +66,7 @@ class PlainScope:
             return list(values)
         if values.shape[:2] == self.mask.shape:
             return values[self.mask]
-        if values.dim() and len(values) == len(self.mask) and values.dim() == 1:
+        if values.shape == self.mask.shape[:1]:
             return values
         raise SchemaError(
             f"column '{name}' has shape {list(values.shape)}; with a mask of shape {list(self.mask.shape)} it is "

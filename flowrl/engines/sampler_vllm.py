@@ -107,9 +107,8 @@ class VllmSampler:
         try:
             with global_state_kept():
                 self._llm = vllm.LLM(self._folder.name, **options)
-        except (
-            Exception
-        ) as error:  # vLLM raises ValueError, RuntimeError, AssertionError, pydantic's: all mean "not this"
+        except Exception as error:
+            # vLLM raises ValueError, RuntimeError, AssertionError, pydantic's: all mean "not this"
             self._folder.cleanup()
             raise EngineError(
                 f"vLLM could not open {type(module).__name__} with {options}: {type(error).__name__}: {error}; change "

@@ -62,6 +62,11 @@ class Contents:
     failures: dict[str, str] = field(default_factory=dict)
     """For each module that could not be imported, why."""
 
+    @property
+    def everything(self) -> dict[str, Operator | LossFunction]:
+        """Operators and losses."""
+        return {**self.operators, **self.losses}
+
 
 def packs() -> tuple[Pack, ...]:
     """Installed packs by name. Nothing is imported.
@@ -128,12 +133,11 @@ def find(name: str) -> Operator | LossFunction:
     chosen = _matching(light.operators, wanted)
     if not chosen:
         full = contents(pack)
-        everything = {**full.operators, **full.losses}
-        chosen = _matching(everything, wanted)
+        chosen = _matching(full.everything, wanted)
         if not chosen:
             failed = "".join(f"; its module '{m}' cannot be imported: {why}" for m, why in full.failures.items())
-            short = [key.rpartition(".")[2] for key in everything]
-            raise PackError(f"pack '{pack}' has no '{wanted}'; {nearest(wanted, (*short, *everything))}{failed}")
+            short = [key.rpartition(".")[2] for key in full.everything]
+            raise PackError(f"pack '{pack}' has no '{wanted}'; {nearest(wanted, (*short, *full.everything))}{failed}")
     if len(chosen) > 1:
         raise PackError(
             f"'{name}' may be {' or '.join(f'{pack}.{key}' for key in sorted(chosen))}; write the one you mean"

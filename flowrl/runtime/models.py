@@ -89,10 +89,8 @@ class _Partner:
         limit = getattr(self.environment, "step_timeout_s", STEP_TIMEOUT_S)
         try:
             return call_with_timeout(lambda: function(*arguments), limit, f"{method} of environment '{self.name}'")
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a user's environment raises; reported with its place, and chained
+        except (Exception, SystemExit) as error:
+            # whatever a user's environment raises; reported with its place, and chained
             raise OperatorError(
                 f"environment '{self.name}' ({place_of(function)}), used at {self.node.place}, failed in {method} for prompt "
                 f"{prompt_id!r}: {_said(error)}"

@@ -107,10 +107,8 @@ class _Work:
         name = self.operator.short_name
         try:
             returned = self.limited(lambda: self.function(*inputs.values(), **self.config), f"operator '{name}'")
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a user's function raises is reported with its place, and chained
+        except (Exception, SystemExit) as error:
+            # whatever a user's function raises is reported with its place, and chained
             raise self.failure(error, which) from error
         return self.unpack(returned, count, which)
 

@@ -210,10 +210,8 @@ def prompts_from(node: Node, context: Context) -> Table:
         source = rows["sample_id"][index]
         try:
             answer = function(**arguments)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a user's function raises is reported with its place, and chained
+        except (Exception, SystemExit) as error:
+            # whatever a user's function raises is reported with its place, and chained
             raise OperatorError(
                 f"'{node['function'].path}' ({place_of(function)}), used at {node.place}, failed on row {source!r}: "
                 f"{type(error).__name__}: {error}"

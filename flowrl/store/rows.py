@@ -442,9 +442,8 @@ class _Pick:
 
     def of(self, flat: np.ndarray) -> np.ndarray:
         """[T, ...] values of the rows."""
-        if len(self._starts) and self.offsets[-1] >= _LONG * len(
-            self._starts
-        ):  # a copy per row beats an index per value
+        if len(self._starts) and self.offsets[-1] >= _LONG * len(self._starts):
+            # a copy per row beats an index per value
             stops = (self._starts + self._lengths).tolist()
             return np.concatenate([flat[a:b] for a, b in zip(self._starts.tolist(), stops, strict=True)])
         if self._places is None:

@@ -124,7 +124,7 @@ def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Settings] | Non
     if found.failures:
         listed = "; ".join(f"{module}: {reason}" for module, reason in found.failures.items())
         raise PackError(f"a module of pack '{found.pack.name}' cannot be imported: {listed}")
-    everything: dict[str, Operator | LossFunction] = {**found.operators, **found.losses}
+    everything = found.everything
     if not everything:
         raise PackError(f"pack '{found.pack.name}' offers no operator and no loss")
     given = dict(settings or {})

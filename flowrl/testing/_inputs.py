@@ -151,9 +151,8 @@ class Rows:
     def _floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         rng = self.rng
         if "logprob" in name:
-            base = np.random.default_rng(shape).exponential(
-                1.0, shape
-            )  # the columns of one row are close to each other
+            # the columns of one row are close to each other
+            base = np.random.default_rng(shape).exponential(1.0, shape)
             return -np.abs(base + 0.2 * rng.normal(size=shape)) - 1e-3
         if name == "entropy":
             return rng.exponential(1.0, shape)

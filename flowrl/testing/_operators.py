@@ -237,9 +237,8 @@ def empty(trial: Trial) -> None:
 def one_row(trial: Trial) -> None:
     for seed in range(3):
         rows = trial.table(Shape(1), trial.seed + seed).slice(0, 1)
-        if (
-            trial.call.min_group > 1
-        ):  # refused where the size of groups is known; where not, an error that says so will do
+        if trial.call.min_group > 1:
+            # refused where the size of groups is known; where not, an error that says so will do
             unless_refused(trial.run, rows)
         else:
             must_be_finite(rows, trial.run(rows), "for one row")
