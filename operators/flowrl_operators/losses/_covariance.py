@@ -145,7 +145,7 @@ def _quantile(values: Tensor, q: float) -> Tensor:
 
     ordered = values.sort().values
     # in the precision of the values, as torch.quantile has it
-    place = (ordered.new_tensor(q) * (len(ordered) - 1)).item()
+    place = (torch.tensor(q, dtype=values.dtype) * (len(ordered) - 1)).item()
     below = math.floor(place)
     low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
     return torch.lerp(low, high, place - below)
