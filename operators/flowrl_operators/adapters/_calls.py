@@ -58,6 +58,14 @@ def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[st
     return {name: values[name] for name in named(function) if name in values}
 
 
+def numpy_of(values: Any) -> Any:
+    """A tensor as a NumPy array, floats as float64; anything else as it is."""
+    if not hasattr(values, "detach"):
+        return values
+    values = values.detach().cpu()
+    return (values.double() if values.is_floating_point() else values).numpy()  # NumPy has no bfloat16
+
+
 def text_of(content: Any, what: str = "a message") -> str:
     """Text of plain text, of a chat message's content, or of a list of messages (one below the other).
 

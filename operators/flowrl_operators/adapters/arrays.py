@@ -18,6 +18,8 @@ from flowrl.errors import ConfigError, DataError, MissingExtra, OperatorError
 from flowrl.graph.operators import OperatorCall, Read
 from flowrl.graph.values import thaw
 
+__all__ = ["apply", "bound"]
+
 Column = np.ndarray | fr.Ragged
 Columns = Mapping[str, Any]
 

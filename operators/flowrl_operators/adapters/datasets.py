@@ -11,6 +11,8 @@ import flowrl as fr
 from flowrl.errors import ConfigError, DataError, MissingExtra
 from flowrl_operators.adapters import _calls
 
+__all__ = ["data", "dataset"]
+
 
 def data(
     dataset: Any,
@@ -54,7 +56,7 @@ def data(
         if messages not in table.schema.names:
             raise DataError(f"the data has no column '{messages}'; it has {', '.join(table.schema.names)}")
         made.pop("prompt", None)
-        made |= _prompts(table.column(messages).to_pylist(), tokenizer)
+        made |= prompts_of(table.column(messages).to_pylist(), tokenizer)
     return fr.Data(pa.table(made), **options)
 
 
@@ -88,7 +90,8 @@ def _sources(columns: Sequence[str] | Mapping[str, str] | None, known: Sequence[
     return wanted
 
 
-def _prompts(conversations: list[Any], tokenizer: Any) -> dict[str, Any]:
+def prompts_of(conversations: list[Any], tokenizer: Any) -> dict[str, Any]:
+    """Chat messages of each row as `prompt`, and with a tokenizer as `prompt_ids`; see `data`."""
     import pyarrow as pa
 
     texts, ids = [], []
@@ -97,9 +100,8 @@ def _prompts(conversations: list[Any], tokenizer: Any) -> dict[str, Any]:
         chat = [{k: v for k, v in dict(m).items() if v is not None} for m in messages or ()]
         if tokenizer is not None:
             texts.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-            ids.append(
-                list(tokenizer(texts[-1], add_special_tokens=False)["input_ids"])
-            )  # the template writes them all
+            # the template has written all special tokens
+            ids.append(list(tokenizer(texts[-1], add_special_tokens=False)["input_ids"]))
         elif len(chat) == 1 and chat[0].get("role") == "user":
             texts.append(_calls.text_of(chat[0], f"row {row}"))
         else:

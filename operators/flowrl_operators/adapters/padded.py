@@ -13,6 +13,8 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import SchemaError
 
+__all__ = ["cut", "lengths_of", "mask_of", "matrix", "ragged", "until_end"]
+
 
 def until_end(ids: np.ndarray, ends: Collection[int]) -> np.ndarray:
     """[B, T] true up to the first end token of each row, which still belongs to it; all true where there is none.

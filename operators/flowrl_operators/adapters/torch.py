@@ -14,10 +14,12 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import SchemaError
 from flowrl.graph.operators import OperatorCall
-from flowrl_operators.adapters import arrays, padded
+from flowrl_operators.adapters import _calls, arrays, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["apply"]
 
 
 def apply(
@@ -43,10 +45,10 @@ def apply(
     import torch
 
     call = arrays.bound(operator, config)
-    given = {name: _numpy(values) for name, values in columns.items()}
+    given = {name: _calls.numpy_of(values) for name, values in columns.items()}
     lengths = inside = None
     if mask is not None:
-        inside = _numpy(mask) != 0
+        inside = _calls.numpy_of(mask) != 0
         lengths = padded.lengths_of(inside)
         given = {name: _rows(name, values, inside, lengths) for name, values in given.items()}
         rows = padded.cut(inside, lengths)
@@ -78,14 +80,6 @@ def apply(
 
 def _is_float(values: Any) -> bool:
     return hasattr(values, "is_floating_point") and bool(values.is_floating_point())
-
-
-def _numpy(values: Any) -> Any:
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        # NumPy has no bfloat16
-        return (values.double() if values.is_floating_point() else values).numpy()
-    return values
 
 
 def _rows(name: str, values: Any, inside: np.ndarray, lengths: np.ndarray) -> Any:

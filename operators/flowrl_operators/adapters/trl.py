@@ -17,6 +17,8 @@ from flowrl.errors import ConfigError, DataError
 from flowrl.graph.operators import Locality, OperatorCall, Read
 from flowrl_operators.adapters import _calls, arrays
 
+__all__ = ["function_reward", "reward", "reward_function"]
+
 GIVEN = ("prompts", "completions", "completion_ids")
 TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainers also pass: there is no such thing in a flow, so functions must do without."""

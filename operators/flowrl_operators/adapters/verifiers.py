@@ -21,6 +21,8 @@ from flowrl.graph.operators import OperatorCall
 from flowrl.graph.values import Component, freeze, thaw
 from flowrl_operators.adapters import _calls, datasets
 
+__all__ = ["Episodes", "FRAME", "Task", "reward", "task"]
+
 FRAME = ("\n<environment>\n", "\n</environment>\n")
 """What stands before and after an environment's words in the text of a response, so that turns can be told apart again."""
 
@@ -70,7 +72,7 @@ def task(
     table: dict[str, Any] = {
         "task_number": list(range(len(rows))),
         "answer": ["" if row.get("answer") is None else str(row.get("answer")) for row in rows],
-        **{n: c.to_pylist() for n, c in datasets._prompts([row["prompt"] for row in rows], tokenizer).items()},
+        **{n: c.to_pylist() for n, c in datasets.prompts_of([row["prompt"] for row in rows], tokenizer).items()},
     }
     listed = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     config = {"environment": environment, "settings": dict(settings or {})}

@@ -10,8 +10,10 @@ A verl batch (`DataProto`, or the TensorDict of its trainer) holds, B rows wide:
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,17 @@ import flowrl as fr
 from flowrl.errors import ConfigError, DataError, MissingExtra
 from flowrl.graph.operators import OperatorCall
 from flowrl_operators.adapters import _calls, arrays, padded, torch as tensors
+
+__all__ = [
+    "advantage_estimator",
+    "compute_score",
+    "data",
+    "from_batch",
+    "reward",
+    "to_batch",
+    "to_data_proto",
+    "to_tensordict",
+]
 
 PER_TOKEN = {
     "rollout_log_probs": "rollout_logprobs",
@@ -190,7 +203,7 @@ def from_batch(batch: Any, non_tensors: Mapping[str, Any] | None = None) -> fr.E
     """
     held = dict(getattr(batch, "non_tensor_batch", {}) or {}) | dict(non_tensors or {})
     held_tensors = getattr(batch, "batch", batch)
-    given = {name: tensors._numpy(held_tensors[name]) for name in list(held_tensors.keys())}
+    given = {name: _calls.numpy_of(held_tensors[name]) for name in list(held_tensors.keys())}
     if "responses" not in given:
         raise DataError(f"a verl batch has 'responses'; found {', '.join(given) or 'nothing'}")
     responses = np.asarray(given["responses"])
@@ -212,9 +225,8 @@ def from_batch(batch: Any, non_tensors: Mapping[str, Any] | None = None) -> fr.E
         mask = given["attention_mask"][:, : -width or None] if "attention_mask" in given else np.ones_like(prompts)
         made["prompt_ids"] = padded.ragged(prompts, mask)
     ids = [str(u) for u in held["uid"]] if "uid" in held else [str(number) for number in range(count)]
-    seen: dict[str, int] = {}
-    index = [seen.update({u: seen.get(u, -1) + 1}) or seen[u] for u in ids]
-    made |= {"prompt_id": ids, "sample_id": [f"{u}/{i}" for u, i in zip(ids, index, strict=True)]}
+    siblings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    made |= {"prompt_id": ids, "sample_id": [f"{u}/{next(siblings[u])}" for u in ids]}
     if "data_source" in held:
         made["data_source"] = [str(value) for value in held["data_source"]]
     if "reward_model" in held:
@@ -228,9 +240,8 @@ def from_batch(batch: Any, non_tensors: Mapping[str, Any] | None = None) -> fr.E
 def _inside(given: Mapping[str, np.ndarray], width: int) -> np.ndarray:
     """[B, T] true at the tokens of a response, whether they train or not."""
     if "attention_mask" in given:
-        return (
-            np.asarray(given["attention_mask"])[:, -width:] != 0 if width else np.zeros_like(given["responses"], bool)
-        )
+        attention = np.asarray(given["attention_mask"])
+        return attention[:, attention.shape[1] - width :] != 0
     if "response_mask" in given:
         mask = np.asarray(given["response_mask"]) != 0
         return np.arange(width) < padded.lengths_of(mask)[:, None]
@@ -274,9 +285,7 @@ def to_batch(
     if "response_ids" not in has:
         raise DataError(f"a verl batch is made from 'response_ids'; the rows have {', '.join(has)}")
     ids = rows["response_ids"]
-    responses = padded.matrix(
-        ids.__class__(ids.values.astype(np.int64), ids.offsets), fill=pad_id, width=response_width
-    )
+    responses = padded.matrix(fr.Ragged.like(ids.values.astype(np.int64), ids), fill=pad_id, width=response_width)
     inside = padded.mask_of(ids, width=response_width)
     made: dict[str, Any] = {"responses": responses, "attention_mask": inside}
     trains = rows["loss_mask"] if "loss_mask" in has else fr.Ragged.like(np.ones(len(ids.values), bool), ids)
@@ -289,16 +298,14 @@ def to_batch(
         made.setdefault("token_level_rewards", made["token_level_scores"])
     if "prompt_ids" in has:
         prompt = rows["prompt_ids"]
-        prompt = fr.Ragged(prompt.values.astype(np.int64), prompt.offsets)
+        prompt = fr.Ragged.like(prompt.values.astype(np.int64), prompt)
         made["prompts"] = padded.matrix(prompt, fill=pad_id, side="left", width=prompt_width)
         shown = padded.mask_of(prompt, side="left", width=prompt_width)
         made["attention_mask"] = np.concatenate([shown, inside], axis=1)
         made["input_ids"] = np.concatenate([made["prompts"], responses], axis=1)
         made["position_ids"] = np.maximum(np.cumsum(made["attention_mask"], axis=1) - 1, 0)
-    made["attention_mask"], made["response_mask"] = (
-        made["attention_mask"].astype(np.int64),
-        made["response_mask"].astype(np.int64),
-    )
+    for name in ("attention_mask", "response_mask"):
+        made[name] = made[name].astype(np.int64)
     beside = {"uid": np.asarray(rows["prompt_id"], object)} if "prompt_id" in has else {}
     if "data_source" in has:
         beside["data_source"] = np.asarray(rows["data_source"], object)

@@ -8,7 +8,8 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages._arrays import accumulate, checked
+from flowrl_operators._options import checked
+from flowrl_operators.advantages._arrays import accumulate
 from flowrl_operators.advantages._groups import Groups, numbered
 from flowrl_operators.advantages._responses import rows_that_count
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 import flowrl as fr
+from flowrl_operators._options import checked
 from flowrl_operators.advantages._arrays import (
     accumulate,
     any_in_row,
     as_bool,
     at_last_token,
-    checked,
     packed,
     reward_to_go,
     unpacked,

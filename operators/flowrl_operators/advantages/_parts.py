@@ -8,7 +8,8 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages._arrays import as_bool, checked, row_sums
+from flowrl_operators._options import checked
+from flowrl_operators.advantages._arrays import as_bool, row_sums
 from flowrl_operators.advantages._groups import Norm
 from flowrl_operators.advantages._responses import rows_that_count, standardised
 
@@ -58,7 +59,7 @@ def multi_reward(
             that long rows count for more (verl), or not, `"none"`.
         over_unbiased, over_eps, over_guard: how, as in `whitened`.
     """
-    norm = Norm(baseline, scale, eps, unbiased, single, count_ratio=count_ratio)
+    norm = Norm(baseline=baseline, scale=scale, eps=eps, unbiased=unbiased, single=single, count_ratio=count_ratio)
     again = {"unbiased": over_unbiased, "eps": over_eps, "guard": over_guard}
     return _combined(group, loss_mask, part, weights, norm, order, counts, missing, over, again)
 

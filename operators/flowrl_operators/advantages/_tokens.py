@@ -8,13 +8,13 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import checked
 from flowrl_operators.advantages._arrays import (
     Piece,
     accumulate,
     any_in_row,
     as_bool,
     at_last_token,
-    checked,
     discounted,
     pieces_of,
     row_sums,
