@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages._arrays import checked
+from flowrl_operators._options import checked
 
 BASELINES = ("group", "others", "batch", "batch_others", "none")
 SCALES = ("group", "others", "batch", "none")

@@ -8,15 +8,8 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators.advantages._arrays import (
-    any_in_row,
-    as_bool,
-    checked,
-    counted,
-    inverse_deviation,
-    reward_to_go,
-    row_sums,
-)
+from flowrl_operators._options import checked
+from flowrl_operators.advantages._arrays import any_in_row, as_bool, counted, inverse_deviation, reward_to_go, row_sums
 from flowrl_operators.advantages._groups import (
     BASELINES,
     COUNTS,
@@ -97,7 +90,10 @@ def group_norm(
 
     A group of one, and one whose rewards are all equal, gets exactly 0. NaN rewards get 0 and are left out of mean and std.
     """
-    norm = Norm(baseline, scale, eps, unbiased, single, around, count_ratio, flat)
+    norm = Norm(
+        baseline=baseline, scale=scale, eps=eps, unbiased=unbiased, single=single, around=around, flat=flat,
+        count_ratio=count_ratio,
+    )  # fmt: skip
     return norm(reward, group, rows_that_count(reward, loss_mask, counts))
 
 
