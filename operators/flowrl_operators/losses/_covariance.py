@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._options import checked
@@ -144,8 +146,9 @@ def _quantile(values: Tensor, q: float) -> Tensor:
     import torch
 
     ordered = values.sort().values
-    # in the precision of the values, as torch.quantile has it
-    place = (torch.tensor(q, dtype=values.dtype) * (len(ordered) - 1)).item()
+    # of single precision for single values, as torch.quantile has it
+    kind = np.float32 if values.dtype == torch.float32 else np.float64
+    place = float(kind(q) * kind(len(ordered) - 1))
     below = math.floor(place)
     low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
     return torch.lerp(low, high, place - below)
