@@ -108,7 +108,7 @@ def adaptive_kl_shaped(
     return {"token_rewards": shaped, "kl_coefficient": np.full(len(of_rows), now)}
 
 
-@fr.operator(writes={"reward": fr.SAMPLE.f32})
+@fr.operator(writes={"reward": fr.SAMPLE.f32}, replaces=True)
 def kl_penalised(
     reward: fr.SAMPLE.f32,
     policy_logprobs: fr.TOKEN.f32.named_by("logprobs"),
@@ -120,17 +120,11 @@ def kl_penalised(
     log_ratio_clip: float | None = 20.0,
     value_clip: float | None = None,
     logprobs: str = "old_logprobs",
-    replace: bool = True,
 ):
     """Take the whole response's penalty off its reward: R - coefficient * sum of kl_t over the tokens that train.
 
     For advantages per response: RLOO (arXiv 2402.14740) has it so. Arguments as in `kl_shaped`.
-
-    Args:
-        replace: true, because `reward` is rewritten: this changes the reward that is there.
     """
-    if not replace:
-        raise ConfigError("kl_penalised changes the reward that is there, so replace stays True")
     penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
     return np.asarray(reward, np.float64) - coefficient * masked_sum(penalty, loss_mask, per="row")
 

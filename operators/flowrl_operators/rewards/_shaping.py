@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError
 from flowrl_operators._options import checked
 
 
-@fr.operator(writes={"reward": fr.SAMPLE.f32})
+@fr.operator(writes={"reward": fr.SAMPLE.f32}, replaces=True)
 def overlong(
     reward: fr.SAMPLE.f32,
     response_ids: fr.TOKEN.i32,
@@ -20,7 +20,6 @@ def overlong(
     hard: int | None = None,
     weight: float = 1.0,
     cap: bool = True,
-    replace: bool = True,
 ):
     """Add DAPO's soft punishment of long responses to `reward`.
 
@@ -33,11 +32,8 @@ def overlong(
         weight: multiplies the punishment.
         cap: False lets the ramp go on below -1 beyond `hard`, as verl, NeMo-RL, AReaL and ms-swift have it; TRL and OpenRLHF
             stop there.
-        replace: true, because `reward` is rewritten: this adds to the reward that is there.
     """
     end = soft * 5 // 4 if hard is None else hard
-    if not replace:
-        raise ConfigError("overlong adds to the reward that is there, so replace stays True")
     if soft < 0 or end < soft:
         raise ConfigError(f"overlong needs 0 <= soft <= hard; found soft={soft}, hard={end}")
     if not cap and end == soft:

@@ -371,8 +371,6 @@ def test_a_penalty_joins_the_reward() -> None:
 
 def test_a_penalty_of_the_whole_response() -> None:
     assert rewards.kl_penalised(floats(5), POLICY, REFERENCE, MASK, coefficient=0.5, kind="abs").tolist() == [4.0]
-    with pytest.raises(ConfigError, match="replace stays True"):
-        rewards.kl_penalised(floats(5), POLICY, REFERENCE, MASK, coefficient=0.5, replace=False)
 
 
 def test_the_coefficient_follows_the_kl_and_is_kept() -> None:

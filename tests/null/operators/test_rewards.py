@@ -70,8 +70,6 @@ def test_overlong_adds_to_the_reward() -> None:
 def test_overlong_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ConfigError, match="0 <= soft <= hard; found soft=5, hard=4"):
         overlong(1, soft=5, hard=4)
-    with pytest.raises(ConfigError, match="replace stays True"):
-        overlong(1, soft=5, replace=False)
 
 
 def test_overlong_may_replace_the_reward_and_says_so() -> None:
