@@ -174,7 +174,8 @@ class Norm:
         if self.scale == "none":
             return centred, np.zeros(len(values))
         std = self._deviation(values, centred, batch if self.scale == "batch" else group)
-        if self.scale != "batch":  # a group of one has nothing to be divided by
+        if self.scale != "batch" and (self.unbiased or self.around == "mean"):
+            # a group of one has nothing to be divided by, but its own distance from a baseline that is not its mean
             alone = float(np.float32(1.0 + self.eps)) - self.eps if self.single == "scaled" else 0.0
             std = np.where(group.count[number] == 1, alone, std)
         return centred, std

@@ -83,7 +83,8 @@ def group_norm(
             rounded to float32 (verl, SkyRL).
         counts: which rows have a part in mean and std: `"trained"`: those with a reward and a token that trains;
             `"scored"`: all with a reward (every other system).
-        around: the std is taken around the `"mean"`, or around the `"baseline"` that was subtracted (AReaL).
+        around: the std is taken around the `"mean"`, or around the `"baseline"` that was subtracted (AReaL); around a baseline
+            that is not its mean a group of one has one too, unless `unbiased`.
         count_ratio: n / (n - 1) is `"exact"`, or rounded to `"float32"` as torch divides counts, which moves the answer by up
             to 3e-8 (TRL).
         by: the column whose equal values make a group.

@@ -21,6 +21,7 @@ from flowrl_operators.advantages._arrays import (
     whiten_flat,
     whitened,
 )
+from flowrl_operators.advantages._groups import COUNT_RATIOS
 
 MASKED = ("skip", "decay", "values", "all")
 """What masked tokens between those that train do in GAE; see `gae`."""
@@ -59,6 +60,7 @@ def gae(
     lam: float = 0.95,
     lam_returns: float | None = None,
     adaptive: float | None = None,
+    count_ratio: str = "exact",
     masked: str = "skip",
     whiten: bool = True,
     unbiased: bool = True,
@@ -75,6 +77,7 @@ def gae(
         lam_returns: lambda of the returns, for a critic that learns with another one: VAPO (arXiv 2504.05118) has 1.
         adaptive: lambda of the advantages grows with the number n of tokens that train, 1 - 1 / max(adaptive * n, 1), instead of
             `lam`; VAPO has 0.05.
+        count_ratio: that lambda is `"exact"`, or computed in `"float32"` (NeMo-RL).
         masked: what tokens that do not train (tool output) do. `"skip"`: nothing, the next token is the next one that trains
             (verl, NeMo-RL, AReaL); `"decay"`: they pay nothing and are worth nothing, and time passes, so that each costs a
             factor gamma * lam (OpenRLHF); `"values"`: they pay nothing, and their values bootstrap (ROLL); `"all"`: their values
@@ -95,7 +98,7 @@ def gae(
     known &= _known_rows(np.zeros(len(trains)), values, seen, trains)
     if last_value is not None:
         known &= np.isfinite(last_value)
-    decay = gamma * (lam if adaptive is None else adapted_lambda(trains, adaptive))
+    decay = gamma * (lam if adaptive is None else adapted_lambda(trains, adaptive, count_ratio))
     steps = _Steps(
         fr.Ragged.like(np.ones_like(trains.values), trains) if masked != "skip" else trains,
         values.values, token_rewards if token_rewards is None else token_rewards.values,
@@ -181,11 +184,14 @@ def _of(factor: float | np.ndarray, rows: slice) -> float | np.ndarray:
     return factor[rows] if isinstance(factor, np.ndarray) else factor
 
 
-def adapted_lambda(mask: fr.Ragged, alpha: float) -> np.ndarray:
+def adapted_lambda(mask: fr.Ragged, alpha: float, count_ratio: str = "exact") -> np.ndarray:
     """[N] VAPO's lambda, 1 - 1 / (alpha n) for n tokens of the mask, never below 0."""
+    checked("count_ratio", count_ratio, COUNT_RATIOS, "gae")
     if alpha <= 0:
         raise ConfigError(f"gae needs adaptive > 0; found {alpha!r}")
-    return 1.0 - 1.0 / np.maximum(alpha * row_sums(as_bool(mask).values, mask.offsets), 1.0)
+    number = np.float32 if count_ratio == "float32" else np.float64
+    length = row_sums(as_bool(mask).values, mask.offsets).astype(number)
+    return (number(1) - number(1) / np.maximum(number(alpha) * length, number(1))).astype(np.float64)
 
 
 def _of_rows(mask: fr.Ragged, known: np.ndarray) -> fr.Ragged:

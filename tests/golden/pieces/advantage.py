@@ -130,7 +130,13 @@ def nemo_grpo(case: Case, match: Any) -> dict[str, Any]:
         baseline=over, scale=over if p["normalize_rewards"] else "none", unbiased=True, eps=p["epsilon"],
     )  # fmt: skip
     baseline, std = advantages.group_statistics(reward, group, baseline=over, scale=over, unbiased=True)
-    return {"advantages": spread(case, found, "mask"), "baseline": baseline, "std": std}
+    # one unknown reward makes its whole group unknown there, and its std 0
+    is_known = ~np.isin(group, group[~np.isfinite(reward)])
+    return {
+        "advantages": spread(case, found, "mask"),
+        "baseline": Where(baseline, np.isfinite(reward)),
+        "std": Where(std, is_known),
+    }
 
 
 def areal_norm(case: Case, match: Any) -> dict[str, Any]:
@@ -153,7 +159,15 @@ def roll_norm(case: Case, match: Any) -> Any:
         baseline=p["norm_mean_type"] or "none", scale=p["norm_std_type"] or "none", unbiased=True, eps=p["epsilon"],
         flat="eps",
     )  # fmt: skip
-    return {"normalized": found.reshape(np.shape(case.outputs["normalized"]))}
+    recorded = case.wanted("normalized")
+    if recorded.size != found.size:  # each response by the std of each group
+        own = recorded[in_order(len(reward), p["n_sample"]), np.arange(len(reward))]
+        known = np.isfinite(own)
+        same = np.allclose(found[known], own[known], rtol=case.rtol, atol=case.atol)
+        return Contract(
+            "a response is divided by the deviation of its own group", bool(same and np.isfinite(found).all())
+        )
+    return {"normalized": found.reshape(recorded.shape)}
 
 
 def slime_norm(case: Case, match: Any) -> Any:
@@ -171,9 +185,13 @@ def prime_mean(case: Case) -> dict[str, Any]:
     return {"advantages": advantages.group_norm(reward, np.zeros(len(reward)), None, scale="none")}
 
 
-def prime_maxrl(case: Case) -> dict[str, Any]:
+def prime_maxrl(case: Case) -> Any:
     reward = case.array("group_rewards")
-    return {"advantages": advantages.maxrl(reward, np.zeros(len(reward)), None)}
+    found = advantages.maxrl(reward, np.zeros(len(reward)), None)
+    unknown = np.isnan(reward)
+    if unknown.any():
+        return Contract("an unknown reward says nothing", bool(np.isfinite(found).all() and not found[unknown].any()))
+    return {"advantages": found}
 
 
 # --- rewards of several parts ---------------------------------------------------------------------------------------------
@@ -254,7 +272,16 @@ def verl_remax(case: Case) -> dict[str, Any]:
     return {"advantages": on(case, found["advantages"]), "returns": on(case, found["returns"])}
 
 
-def openrlhf(case: Case, match: Any) -> dict[str, Any]:
+def nothing_to_whiten(case: Case, advantage: fr.Ragged) -> Contract | None:
+    """Where all tokens have the same advantage, what is recorded is the rounding of a float32 mean, times 1e4."""
+    inside = case.array("action_mask") > 0
+    recorded = case.wanted("advantages")[inside]
+    if matrix(advantage)[inside].any() or not recorded.any() or not np.isfinite(recorded).all():
+        return None
+    return Contract("equal advantages are whitened to exactly 0", bool((np.abs(recorded) < 0.02).all()))
+
+
+def openrlhf(case: Case, match: Any) -> Any:
     """A baseline per response, a KL penalty per token, the sum from each token on, and for REINFORCE++ whitening."""
     p, reward, mask = case.params, case.array("rewards"), ragged(case.array("action_mask"))
     group = in_order(len(reward), p["n_samples_per_prompt"])
@@ -277,6 +304,8 @@ def openrlhf(case: Case, match: Any) -> dict[str, Any]:
         advantage = advantages.whiten(
             advantage, mask, unbiased=False, guard="floor", scale=not (match["no_std"] or p.get("no_std_norm"))
         )
+        if (contract := nothing_to_whiten(case, advantage)) is not None:
+            return contract
     return {"advantages": on(case, advantage, "action_mask"), "returns": on(case, found["returns"], "action_mask")}
 
 
@@ -341,11 +370,13 @@ def nemo_gae(case: Case, match: Any) -> dict[str, Any]:
             reward, ragged(case.array("log_probs")), ragged(case.array("ref_log_probs")), mask,
             coefficient=p["kl_coef"], kind=p["kl_type"], value_clip=10.0,
         )  # fmt: skip
-    policy = p["gae_lambda_policy"]
+    policy, critic, alpha = p["gae_lambda_policy"], p["gae_lambda_value"], p["length_adaptive_alpha"] or None
+    if critic is None and (policy is not None or alpha):  # two lambdas as soon as one of them is given
+        critic = p["lam"]
     found = advantages.gae(
         reward, ragged(case.array("values")), mask, paid, None,
-        gamma=p["gamma"], lam=p["lam"] if policy is None else policy, lam_returns=p["gae_lambda_value"],
-        adaptive=p["length_adaptive_alpha"] or None, whiten=p["normalize_advantages"],
+        gamma=p["gamma"], lam=p["lam"] if policy is None else policy, lam_returns=critic,
+        adaptive=alpha, count_ratio="float32", whiten=p["normalize_advantages"],
     )  # fmt: skip
     return {
         "advantages": on(case, found["advantages"], "mask"),
@@ -354,7 +385,7 @@ def nemo_gae(case: Case, match: Any) -> dict[str, Any]:
     }
 
 
-def openrlhf_gae(case: Case, match: Any) -> dict[str, Any]:
+def openrlhf_gae(case: Case, match: Any) -> Any:
     p, reward, mask = case.params, case.array("rewards"), ragged(case.array("action_mask"))
     kl = case.array("kl")
     paid = rewards.kl_shaped(reward, ragged(kl), ragged(np.zeros_like(kl)), mask, coefficient=p["kl_coef"])
@@ -365,6 +396,8 @@ def openrlhf_gae(case: Case, match: Any) -> dict[str, Any]:
     advantage = found["advantages"]
     if not match["raw"]:
         advantage = advantages.whiten(advantage, mask, unbiased=False, guard="floor")
+        if (contract := nothing_to_whiten(case, advantage)) is not None:
+            return contract
     answer = {"advantages": on(case, advantage, "action_mask"), "returns": on(case, found["returns"], "action_mask")}
     if "token_level_rewards" in case.outputs:
         answer["token_level_rewards"] = on(case, paid, "action_mask")
@@ -411,7 +444,7 @@ def areal_gae(case: Case, match: Any) -> dict[str, Any]:
     }
 
 
-def slime(case: Case, match: Any) -> dict[str, Any]:
+def slime(case: Case, match: Any) -> Any:
     """Responses are cut at their length."""
     p, lengths = case.params, np.asarray(case.inputs["response_lengths"])
 
@@ -421,7 +454,12 @@ def slime(case: Case, match: Any) -> dict[str, Any]:
     reward, mask = case.array("rewards"), cut(case.array("mask"))
     name = match["name"]
     policy, reference = cut(case.array("log_probs")), cut(case.array("ref_log_probs"))
-    how = {"coefficient": p["kl_coef"], "kind": p["kl_type"]}
+    is_held = p["kl_type"] == "low_var_kl"
+    how = {
+        "coefficient": p["kl_coef"],
+        "kind": "k3" if is_held else p["kl_type"],
+        "value_clip": 10.0 if is_held else None,
+    }
     whole = fr.Ragged.like(np.ones(len(mask.values)), mask)
     if name == "ppo":
         paid = rewards.kl_shaped(reward, policy, reference, whole, **how)
@@ -429,7 +467,7 @@ def slime(case: Case, match: Any) -> dict[str, Any]:
             reward, cut(case.array("values")), mask, paid, None,
             gamma=p["gamma"], lam=p["lam"], masked="all", whiten=False,
         )  # fmt: skip
-    elif name == "grpo":
+    elif name in ("grpo", "gspo", "cispo"):
         found = advantages.reinforce(reward, mask, None)
     elif name == "reinforce_plus_plus":
         paid = rewards.kl_shaped(reward, policy, reference, mask, **how)
@@ -440,6 +478,11 @@ def slime(case: Case, match: Any) -> dict[str, Any]:
     advantage = found["advantages"]
     if match["whitened"]:
         advantage = advantages.whiten(advantage, mask)
+    is_empty = np.asarray([not row.any() for row in mask])
+    if "raises" in case.outputs and is_empty.any():
+        silent = not any(row.any() for row, empty in zip(found["advantages"], is_empty, strict=True) if empty)
+        holds = silent and np.isfinite(advantage.values).all()
+        return Contract("a row without a trained token says nothing", holds=bool(holds))
 
     def padded(column: fr.Ragged) -> Where:
         table = np.zeros_like(case.array("mask"))
@@ -488,7 +531,7 @@ PATTERNS = [
     (r"trl\.multi_reward_\w+", trl_parts),
     (r"nemo\.grpo_(loo|mean)_(no)?std", nemo_grpo),
     (r"nemo\.gdpo_(loo|mean)", nemo_gdpo),
-    (r"nemo\.gae(_vapo)?(_kl)?", nemo_gae),
+    (r"nemo\.gae(_\w+)?", nemo_gae),
     (r"nemo\.reinforce_plus_plus(_baseline)?(_kl)?", nemo_reinforce_pp),
     (r"nemo\.raw_reward_(norm|raw)", nemo_raw),
     (

@@ -257,3 +257,29 @@ def test_all_groups_at_once_and_one_at_a_time_give_the_same(call: fr.graph.opera
     apart = run_operator(replace(call, many_groups=False), rows).rows["advantage"]
     assert np.isfinite(together).all() and np.any(together)
     np.testing.assert_allclose(together, apart, atol=1e-6)
+
+
+def test_a_group_of_one_has_a_deviation_around_a_baseline_that_is_not_its_mean() -> None:
+    reward, group = floats(3.0, 1.0), np.asarray(["p", "q"], dtype=object)
+
+    def norm(**options: object) -> list[float]:
+        return advantages.group_norm(reward, group, None, baseline="batch", eps=0.0, **options).tolist()
+
+    assert norm(around="baseline") == [1.0, -1.0]  # its distance from the batch's mean, over itself
+    assert norm(around="baseline", unbiased=True) == norm() == [1.0, -1.0]
+    assert advantages.group_norm(
+        2 * reward, group, None, baseline="batch", around="baseline"
+    ).tolist() == pytest.approx([1.0, -1.0], abs=1e-6)
+    assert advantages.group_norm(2 * reward, group, None, baseline="batch").tolist() == [2.0, -2.0]
+
+
+def test_lambda_of_the_length_in_single_precision() -> None:
+    mask = fr.Ragged.of([[True] * 7], dtype=bool)
+    values = fr.Ragged.of([[0.0] * 7], dtype=np.float64)
+    options = {"adaptive": 0.3, "whiten": False}
+    exact = advantages.gae(floats(1.0), values, mask, None, None, **options)["advantages"].values
+    single = advantages.gae(floats(1.0), values, mask, None, None, count_ratio="float32", **options)[
+        "advantages"
+    ].values
+    assert exact[0] == pytest.approx((1 - 1 / 2.1) ** 6, rel=1e-12)
+    assert single[0] == pytest.approx(exact[0], rel=1e-6) and single[0] != exact[0]
