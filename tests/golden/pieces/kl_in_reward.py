@@ -51,7 +51,7 @@ def compute_reward(case: Case) -> dict[str, Any]:
         ragged(kl),
         ragged(np.zeros_like(kl)),
         ragged(mask),
-        coefficient=p["kl_coef"],
+        coefficient=max(p["kl_coef"], 0.0),  # a negative one is taken for none
         reward_clip=tuple(clip) if clip else None,
     )
     return {"token_level_rewards": Where(matrix(found), mask)}
