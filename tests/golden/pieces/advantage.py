@@ -274,6 +274,8 @@ def verl_remax(case: Case) -> dict[str, Any]:
 
 def nothing_to_whiten(case: Case, advantage: fr.Ragged) -> Contract | None:
     """Where all tokens have the same advantage, what is recorded is the rounding of a float32 mean, times 1e4."""
+    if "advantages" not in case.outputs:  # an input of the page on disagreements, which nobody recorded
+        return None
     inside = case.array("action_mask") > 0
     recorded = case.wanted("advantages")[inside]
     if matrix(advantage)[inside].any() or not recorded.any() or not np.isfinite(recorded).all():
