@@ -153,7 +153,8 @@ def openrlhf(case: Case, found: re.Match[str]) -> Any:
 def areal(case: Case, found: re.Match[str]) -> Any:
     p = case.params
     if "tau_pos" in p:
-        loss = losses.sapo(p["tau_pos"], negative_tau=p["tau_neg"], log_ratio_clip=None)
+        level = "geometric" if p.get("importance_sampling_level") == "sequence" else "token"
+        loss = losses.sapo(p["tau_pos"], negative_tau=p["tau_neg"], level=level, log_ratio_clip=None)
         return answer(case, loss, average="token_mean")
     return answer(case, corrections.areal_ppo(p), figures=CLIPPED, average="token_mean")
 
