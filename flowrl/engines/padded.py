@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from flowrl.errors import ConfigError, SchemaError
 from flowrl.graph.averages import Average
 from flowrl.graph.losses import Loss, Term, is_live
 from flowrl.graph.operators import Read
-from flowrl.schema.standard import LIVE
+from flowrl.schema.standard import LIVE, STANDARD
+from flowrl.schema.types import ColumnType, Granularity
 
 Values = Tensor | Sequence[Any]
 
@@ -41,37 +43,67 @@ class PlainScope:
 
     def read(self, read: Read, term: Term) -> Any:
         """The value of one parameter of a term."""
-        if read.column in LIVE and not is_live(read):
-            # stored under the name of a live column (a critic's earlier `values`); here it goes by the parameter's name
-            read = replace(read, column=read.param)
-        if read.column in self.columns:
-            return self._packed(read.column, read)
+        own = _key(read)
+        if own in self.columns:
+            return self._packed(own, read)
         if read.broadcast and read.broadcast in self.columns:
-            return self.segments.spread(self._packed(read.broadcast, read))
+            return self.segments.spread(self._per_row(read.broadcast, instead=own))
         if read.live and read.live in self.columns:
             return self._packed(read.live, read).detach()
         if read.is_optional:
             return None
         what = "what the model computes" if is_live(read) else "a stored column"
         raise SchemaError(
-            f"loss '{term.short_name}' reads '{read.column}' ({what}), which was not given; given are "
+            f"loss '{term.short_name}' reads '{own}' ({what}), which was not given; given are "
             f"{', '.join(sorted(self.columns)) or 'no columns'}"
         )
 
     def _packed(self, name: str, read: Read) -> Any:
-        values = self.columns[name]
+        """[n, ...] of a column per token, [B, ...] or a list of one per row; whichever it is where its type is not declared."""
+        values, kind = self.columns[name], read.type
         if not isinstance(values, Tensor):
             if len(values) != len(self.mask):
                 raise SchemaError(f"column '{name}' has {len(values)} values for {len(self.mask)} rows")
+            if kind is not None and kind.granularity is Granularity.TOKEN:
+                raise SchemaError(
+                    f"column '{name}' is per token, {self._per_token(kind)}; found {type(values).__name__}"
+                )
             return list(values)
-        if values.shape[:2] == self.mask.shape:
+        is_token, is_row = values.shape[:2] == self.mask.shape, values.shape[:1] == self.mask.shape[:1]
+        if kind is None:
+            is_row = is_row and values.dim() == 1
+        else:
+            per_token, inner = kind.granularity is Granularity.TOKEN, len(kind.inner)
+            is_token = is_token and per_token and values.dim() == 2 + inner
+            is_row = is_row and not per_token and values.dim() == 1 + inner
+        if is_token:
             return values[self.mask]
-        if values.shape == self.mask.shape[:1]:
+        if is_row:
             return values
+        rows = f"[{len(self.mask)}]"
+        if kind is None:
+            wanted = f"{list(self.mask.shape)} (and inner dimensions) per token, or {rows} per row"
+        elif kind.granularity is Granularity.TOKEN:
+            wanted = f"{self._per_token(kind)}, a value at each token"
+        else:
+            wanted = f"{_dims(len(self.mask), *kind.inner)}, a value per row"
         raise SchemaError(
-            f"column '{name}' has shape {list(values.shape)}; with a mask of shape {list(self.mask.shape)} it is "
-            f"{list(self.mask.shape)} (and inner dimensions) per token, or [{len(self.mask)}] per row"
+            f"column '{name}' has shape {list(values.shape)}; with a mask of shape {list(self.mask.shape)} it is {wanted}"
         )
+
+    def _per_row(self, name: str, *, instead: str) -> Tensor:
+        """[B] of a column that is spread over tokens in place of another one."""
+        values = self.columns[name]
+        if isinstance(values, Tensor) and values.shape == self.mask.shape[:1]:
+            return values
+        found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise SchemaError(
+            f"column '{name}' is one number per row, a tensor [{len(self.mask)}]; found {found}; a number at each token, "
+            f"{list(self.mask.shape)}, goes by the name '{instead}'"
+        )
+
+    def _per_token(self, kind: ColumnType) -> str:
+        return f"a tensor {_dims(*self.mask.shape, *kind.inner)}"
 
     def log(self, term: Term, metrics: Mapping[str, Any]) -> None:
         self.logged.add(term, metrics, self.num_tokens, self.segments.num_rows)
@@ -90,6 +122,7 @@ def evaluate_padded(
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SchemaError(f"the mask of apply_loss is a tensor [rows, tokens]; found {found}")
+    _refuse_misspelt(loss, columns)
     chosen = mask != 0
     segments = Segments.of(chosen.nonzero()[:, 0], len(chosen))
     scope = PlainScope(columns, chosen, segments)
@@ -112,6 +145,35 @@ def evaluate_padded(
     if total is None:
         raise ConfigError("every term of this loss is multiplied by 0, so there is nothing to compute")
     return total, scope.logged.means()
+
+
+def _key(read: Read) -> str:
+    """The name a column is given by: its own; or the parameter's, where a live column has its name (a critic's earlier
+    `values`)."""
+    return read.param if read.column in LIVE and not is_live(read) else read.column
+
+
+def _dims(*sizes: int | str) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _refuse_misspelt(loss: Loss, columns: Mapping[str, Values]) -> None:
+    """Errors: SchemaError for a column that no term reads and that is called nearly as one that a term does without.
+
+    Names far from those, and standard ones, are for other losses.
+    """
+    reads = [read for term in loss.terms() for read in term.reads]
+    read_names = {name for read in reads for name in (_key(read), read.broadcast, read.live)}
+    absent = {_key(read) for read in reads if read.live or read.broadcast or read.is_optional} - columns.keys()
+    for name in columns:
+        if name in read_names or name in STANDARD or name in LIVE:
+            continue
+        near = difflib.get_close_matches(name, absent, n=1, cutoff=0.9)
+        if near:
+            raise SchemaError(
+                f"no term of this loss reads the column '{name}', and '{near[0]}', which one reads where it is there, was not "
+                f"given; did you mean '{near[0]}'?"
+            )
 
 
 def _prompts(average: Average, columns: Mapping[str, Values], num_rows: int) -> list[Any] | None:

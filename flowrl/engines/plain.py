@@ -35,8 +35,9 @@ def apply_loss(
         loss.backward()
 
     Args:
-        columns: per token [B, T] (or [B, T, ...]), per row [B] (or a list of B, e.g. of pair ids). Names are those the terms
-            read; `logprobs`, `values`, `logits`, `entropy` and `scores` are the model's, with gradient.
+        columns: per token [B, T] (or [B, T, ...]), per row [B] (or a list of B, e.g. of pair ids), as the terms declare them:
+            `advantage` is [B] and `advantages` [B, T]. Names are those the terms read; `logprobs`, `values`, `logits`, `entropy`
+            and `scores` are the model's, with gradient. Further columns, for other losses, may be there.
         mask: [B, T], true (not 0) at the tokens that train. Nothing outside it is looked at: padding may hold anything.
         average, average_length, average_rows, average_eps: as in `fr.update`. `prompt_mean` takes the prompts of the rows from
             a column `prompt_id` (a list, or a tensor [B]).
@@ -46,8 +47,9 @@ def apply_loss(
 
     Returns the scalar to minimise and the mean of each metric. The dtype is the tensors' own. 0 when no token trains.
 
-    Errors: SchemaError for a missing column or one of a wrong shape; ConfigError for an average that cannot be, or a part of
-    a step where the whole is needed; OperatorError for a term that fails.
+    Errors: SchemaError for a missing column, one of a wrong shape, or one that is called nearly as a column that a term would
+    read; ConfigError for an average that cannot be, or a part of a step where the whole is needed; OperatorError for a term
+    that fails.
     """
     from flowrl.engines.padded import evaluate_padded  # torch is imported when a loss is computed, never before
 
