@@ -119,6 +119,7 @@ def kl_penalised(
     kind: str = "k1",
     log_ratio_clip: float | None = 20.0,
     value_clip: float | None = None,
+    reward_clip: tuple[float, float] | None = None,
     logprobs: str = "old_logprobs",
 ):
     """Take the whole response's penalty off its reward: R - coefficient * sum of kl_t over the tokens that train.
@@ -126,7 +127,9 @@ def kl_penalised(
     For advantages per response: RLOO (arXiv 2402.14740) has it so. Arguments as in `kl_shaped`.
     """
     penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
-    return np.asarray(reward, np.float64) - coefficient * masked_sum(penalty, loss_mask, per="row")
+    score = np.asarray(reward, np.float64)
+    score = score if reward_clip is None else score.clip(*reward_clip)
+    return score - coefficient * masked_sum(penalty, loss_mask, per="row")
 
 
 def next_kl_coefficient(

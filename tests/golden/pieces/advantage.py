@@ -109,15 +109,20 @@ def trl_grpo(case: Case, match: Any) -> dict[str, Any]:
 
 def trl_rloo(case: Case, match: Any) -> dict[str, Any]:
     p, reward = case.params, case.array("rewards")
+    clip = tuple(p["reward_clip_range"]) if p["reward_clip_range"] else None
     if p["beta"]:
         reward = rewards.kl_penalised(
             reward, ragged(case.array("old_log_probs")), ragged(case.array("ref_log_probs")), ragged(case.array("mask")),
-            coefficient=p["beta"],
+            coefficient=p["beta"], log_ratio_clip=None, reward_clip=clip,
         )  # fmt: skip
-    clip = p["reward_clip_range"]
-    group = in_order(len(reward), p["num_generations"])
-    found = advantages.rloo(reward, group, None, reward_clip=tuple(clip) if clip else None)
+        clip = None
+    size = p["num_generations"]
+    found = advantages.rloo(reward, in_order(len(reward), size), None, reward_clip=clip)
     if p["normalize_advantages"]:
+        # rows without a reward, or without another one to compare with, have no part in mean and deviation
+        scored = np.isfinite(reward).reshape(-1, size)
+        says = (scored & ((scored.sum(1, keepdims=True) > 1) | (size == 1))).reshape(-1)
+        found = np.where(says, found, np.nan)
         found = advantages.batch_norm(found, None, None, unbiased=True, eps=p["eps"], count_ratio="float32")
     return {"advantages": found}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import flowrl as fr
 from flowrl_operators import advantages, losses
 from tests.golden.padded import loss_and_gradient
-from tests.golden.runner import Contract
+from tests.golden.runner import Contract, Where
 from tests.golden.vectors import Case, matrix, ragged
 
 UNANSWERED = {
@@ -55,7 +55,7 @@ def nemo_topk(case: Case, found: Match[str]) -> dict[str, Any]:
     return _on_logits(case, loss, {"teacher_ids": ids, "teacher_logprobs": teacher}, mask)
 
 
-def trl_jsd(case: Case, found: Match[str]) -> dict[str, Any]:
+def trl_jsd(case: Case, found: Match[str]) -> Any:
     """A mean over tokens, or what else `reduction` says of the numbers per token and word."""
     is_given = "labels" in case.inputs
     mask = torch.tensor(case.array("labels")) != -100 if is_given else torch.tensor(case.array("completion_mask")) != 0
@@ -65,7 +65,13 @@ def trl_jsd(case: Case, found: Match[str]) -> dict[str, Any]:
         case.params.get("reduction", "batchmean")
     ]
     loss = losses.jsd(case.params["beta"], temperature=case.params.get("temperature", 1.0))
-    return _on_logits(case, loss, {"teacher_logits": teacher}, mask, factor)
+    answer = _on_logits(case, loss, {"teacher_logits": teacher}, mask, factor)
+    if np.isnan(case.wanted("loss")) and not mask.any():
+        return Contract("0 where no token trains", answer["loss"] == 0 and not answer["grad_student_logits"].any())
+    where = np.broadcast_to(mask.numpy()[..., None], teacher.shape)
+    if np.isnan(case.wanted("grad_student_logits")[~where]).any():  # from NaN in padding
+        answer["grad_student_logits"] = Where(answer["grad_student_logits"], where)
+    return answer
 
 
 def verl_topk(case: Case) -> dict[str, Any]:

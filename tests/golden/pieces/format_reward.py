@@ -7,6 +7,8 @@ from typing import Any
 from flowrl_operators import rewards
 from tests.golden.vectors import Case
 
+THINK_FIRST = r"<think>(?!.*<think>).*?</think>.*"
+"""`rewards.THINK` allows white space before the tag."""
 THINK_AND_ANSWER = r"<think>.*?</think>\s*<answer>.*?</answer>"
 
 
@@ -15,6 +17,6 @@ def matches(case: Case, pattern: str) -> dict[str, Any]:
 
 
 CONVENTIONS = {
-    "trl.think_format": lambda case: matches(case, rewards.THINK),
+    "trl.think_format": lambda case: matches(case, THINK_FIRST),
     "ms_swift.format": lambda case: matches(case, THINK_AND_ANSWER),
 }

@@ -28,6 +28,8 @@ DIVERGENCES = {
 KINDS = {"nca_pair": "nca", "exo_pair": "exo", "sppo_hard": "sppo", "sigmoid_norm": "sigmoid"}
 PLAIN = {"sigmoid", "sigmoid_norm", "hinge", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"}
 """Losses in which TRL does not look at label_smoothing."""
+BY_RATIO = {"nca_pair", "sppo_hard", "apo_zero", "apo_down"}
+"""Losses in which TRL does not look at the divergence."""
 
 
 def _matrices(case: Case) -> tuple[dict[str, Any], Tensor]:
@@ -91,7 +93,9 @@ def _trl_term(case: Case, kind: str) -> fr.Loss:
         kind=KINDS.get(kind, kind),
         label_smoothing=0.0 if kind in PLAIN or kind == "ipo" else smoothing,
         reduce="mean" if kind in ("ipo", "sigmoid_norm") else "sum",
-        divergence=DIVERGENCES[case.params.get("f_divergence_type", "reverse_kl")],
+        divergence="reverse_kl"
+        if kind in BY_RATIO
+        else DIVERGENCES[case.params.get("f_divergence_type", "reverse_kl")],
         alpha=case.params.get("f_alpha_divergence_coef", 0.5),
         tau=case.params.get("discopop_tau", 0.05),
     )

@@ -110,6 +110,9 @@ def trl_ratio(case: Case, found: re.Match[str]) -> Any:
             unknown="extreme",
         )
     )
+    if "raises" in case.outputs:
+        unbounded = p["clip_min"] is None and p["clip_max"] is None
+        return Contract("without bounds weights are the ratios", holds=unbounded and bool(weights[inside].all()))
     if level == "sequence":  # a number per row, which ours has at each of its tokens
         weights, inside = weights.max(1, keepdims=True), inside.any(1, keepdims=True)
     return {"importance_sampling_ratio": Where(weights, inside)}

@@ -371,6 +371,10 @@ def test_a_penalty_joins_the_reward() -> None:
 
 def test_a_penalty_of_the_whole_response() -> None:
     assert rewards.kl_penalised(floats(5), POLICY, REFERENCE, MASK, coefficient=0.5, kind="abs").tolist() == [4.0]
+    held = rewards.kl_penalised(
+        floats(5), POLICY, REFERENCE, MASK, coefficient=0.5, kind="abs", reward_clip=(-2.0, 2.0)
+    )
+    assert held.tolist() == [1.0]
 
 
 def test_the_coefficient_follows_the_kl_and_is_kept() -> None:
