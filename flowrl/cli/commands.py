@@ -113,7 +113,7 @@ def ops(args: argparse.Namespace) -> int:
 
     match args.ops_command:
         case "list":
-            return packed.list_packs(args.pack, as_json=args.json)
+            return packed.list_packs(args.pack, as_json=args.json, words=args.search)
         case "show":
             return packed.show_operator(args.operator, as_json=args.json)
         case "test":

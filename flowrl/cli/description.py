@@ -65,6 +65,12 @@ def _writes(found: Operator, call: OperatorCall | None) -> dict[str, str] | None
     return {name: str(kind) for name, kind in found.declared.writes.items()}
 
 
+def written(found: Operator) -> tuple[str, ...] | None:
+    """Names of the columns it writes, by default; None where they depend on configuration that has no default."""
+    columns = _writes(found, with_defaults(found))
+    return None if columns is None else tuple(columns)
+
+
 def _read(read: Read) -> Description:
     about: Description = {
         "param": read.param,

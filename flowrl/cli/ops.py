@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from flowrl.cli import OK, PROBLEMS, description
+from flowrl.cli import OK, PROBLEMS, description, lookup
 from flowrl.cli.commands import table
-from flowrl.errors import ConfigError, PackError
+from flowrl.errors import ConfigError
 from flowrl.graph import packs
 from flowrl.graph.losses import LossFunction
 from flowrl.graph.operators import REQUIRED, Operator
-from flowrl.recipe import targets
+
+WIDTH = 120
+"""Characters in a line of a list."""
+
+WRITES = 22
+"""Of them for the columns an operator writes."""
+
+LEAST = 40
+"""Of them at least for what it says of itself, however long the names are."""
 
 
-def list_packs(only: str | None, *, as_json: bool = False) -> int:
+def list_packs(only: str | None, *, as_json: bool = False, words: Sequence[str] = ()) -> int:
     """Every pack with its operators and losses. A pack or module that cannot be imported is listed with the reason."""
-    known = packs.packs()
-    if only is not None:
-        known = (_asked(lambda: packs.pack_named(only)),)
+    known = packs.packs() if only is None else (lookup.pack(only),)
     if as_json:
+        if words:
+            raise ConfigError("--json describes a whole pack, and --search part of it: give one of them")
         if len(known) != 1:
             raise ConfigError(f"--json describes one pack: --pack {known[0].name if known else 'PACK'}")
         print(description.text_of(description.of_pack(known[0])))
@@ -30,14 +37,14 @@ def list_packs(only: str | None, *, as_json: bool = False) -> int:
     if not known:
         print("no packs are installed; the first one is the distribution flowrl-operators")
         return OK
+    if words:
+        return _print_matches(words, known)
     failed = False
     for number, pack in enumerate(known):
         print(f"{'' if number == 0 else chr(10)}{pack}")
         found = packs.contents(pack)
-        _print_rows(
-            "operator", [[name, _reads(op), _writes(op), _locality(op)] for name, op in found.operators.items()]
-        )
-        _print_rows("loss", [[name, _reads(loss), "", _locality(loss)] for name, loss in found.losses.items()])
+        _print_rows("operator", "writes", [(name, _writes(op), op) for name, op in found.operators.items()])
+        _print_rows("loss", "", [(name, "", loss) for name, loss in found.losses.items()])
         for module, reason in found.failures.items():
             print(f"  cannot import {module}: {reason}")
         failed = failed or bool(found.failures)
@@ -46,7 +53,7 @@ def list_packs(only: str | None, *, as_json: bool = False) -> int:
 
 def show_operator(name: str, *, as_json: bool = False) -> int:
     """One operator or loss in full."""
-    found: Any = _named(name)
+    found: Any = lookup.named(name)
     if as_json:
         print(description.text_of(description.of_one(name, found)))
         return OK
@@ -78,10 +85,8 @@ def test(name: str, config: Sequence[str], cases: str | None) -> int:
     """Try an operator, or everything of a pack, with the conformance kit."""
     from flowrl.cli import ops_test
 
-    is_pack = "." not in name and ":" not in name
-    if is_pack:
-        _asked(lambda: packs.pack_named(name))
-    return ops_test.run_tests(name, ops_test.of_pack(name) if is_pack else {name: _named(name)}, config, cases)
+    found = ops_test.of_pack(name) if lookup.is_pack(name) else {name: lookup.named(name)}
+    return ops_test.run_tests(name, found, config, cases)
 
 
 def compat(old: str, new: str) -> int:
@@ -100,62 +105,42 @@ def _described(what: str) -> description.Description:
     """The description of a pack, an operator, or one written by --json."""
     if what.endswith(".json"):
         return description.read_file(what)
-    if "." not in what and ":" not in what:
-        return description.of_pack(_asked(lambda: packs.pack_named(what)))
-    return description.of_one(what, _named(what))
+    if lookup.is_pack(what):
+        return description.of_pack(what)
+    return description.of_one(what, lookup.named(what))
 
 
-def _named(name: str) -> Operator | LossFunction:
-    """The operator or loss that `PACK.OPERATOR`, `FILE.py:NAME` or `module:NAME` names."""
-    packs.packs()  # a name claimed by two distributions is no mistake of whoever asks
-    if ":" in name or name.endswith(".py"):
-        return _in_file(name)
-    found: Operator | LossFunction = _asked(lambda: packs.find(name), name)
-    return found
+def _print_rows(what: str, writes: str, rows: Sequence[tuple[str, str, Operator | LossFunction]]) -> None:
+    """A line each: name, columns written, what it says of itself, as far as there is room."""
+    if not rows:
+        return
+    lines = [[what, writes, ""], *([name, lookup.cut(columns, WRITES), ""] for name, columns, _ in rows)]
+    if not writes:
+        lines = [[name, text] for name, _, text in lines]
+    room = max(WIDTH - 2 - max(map(len, table(lines).splitlines())) - 2, LEAST)
+    for line, (_, _, found) in zip(lines[1:], rows, strict=True):
+        line[-1] = lookup.cut(lookup.first_sentence(found), room)
+    print("\n".join(f"  {line}" for line in table(lines).splitlines()))
 
 
-def _in_file(target: str) -> Operator | LossFunction:
-    """The operator or loss that `FILE.py:NAME` or `module:NAME` names."""
-    where, name = targets.split_target(target)
-    if not name:
-        raise ConfigError(f"name the operator or loss of the file: {where}:NAME")
-    found = targets.find(target)
-    if not isinstance(found, Operator | LossFunction):
-        raise ConfigError(f"'{target}' is a {type(found).__name__}; it should be an operator or a loss")
-    return found
-
-
-def _asked(look_up: Callable[[], Any], name: str = "") -> Any:
-    """A look-up of what was typed: a name that does not exist is wrong usage."""
-    try:
-        return look_up()
-    except PackError as error:
-        pack = name.partition(".")[0]
-        own = f"; what a file defines is named {pack}.py:NAME" if Path(f"{pack}.py").is_file() else ""
-        raise ConfigError(f"{error}{own}") from error
-
-
-def _print_rows(what: str, rows: list[list[str]]) -> None:
-    if rows:
-        lines = table([[what, "reads", "writes", "locality"], *rows]).splitlines()
-        print("\n".join(f"  {line}" for line in lines))
-
-
-def _reads(found: Operator | LossFunction) -> str:
-    return ", ".join(f"{_column(found, read.column)}{'?' if read.is_optional else ''}" for read in found.reads) or "-"
-
-
-def _column(found: Operator | LossFunction, column: str) -> str:
-    """A column's name; where a configuration value holds it, the default one."""
-    default = found.defaults.get(column[1:]) if column.startswith("$") else column
-    return default if isinstance(default, str) else f"<{column[1:]}>"
+def _print_matches(words: Sequence[str], among: Sequence[packs.Pack]) -> int:
+    """Operators and losses that are named, described or configured with these words, and where that stands."""
+    found = lookup.search(words, among)
+    if not found:
+        said = " and ".join(f"'{word}'" for word in words)
+        hint = lookup.nearest_word(words[0], among) if len(words) == 1 else ""
+        print(f"no operator and no loss of {', '.join(pack.name for pack in among)} mentions {said}{hint}")
+        return PROBLEMS
+    for match in found:
+        print(match.name)
+        for text in (match.sentence, *match.places):
+            print(f"    {lookup.cut(text, WIDTH - 4)}")
+    return OK
 
 
 def _writes(found: Operator) -> str:
-    if not callable(found.declared.writes):
-        return ", ".join(found.declared.writes) or "(keeps rows)"
-    call = description.with_defaults(found)
-    return ", ".join(column.name for column in call.writes) if call is not None else "by configuration"
+    columns = description.written(found)
+    return "by configuration" if columns is None else ", ".join(columns) or "(keeps rows)"
 
 
 def _written(found: Operator) -> list[str]:

@@ -14,6 +14,8 @@ exit codes: 0 done, nothing wrong; 1 problems found, or the run failed; 2 wrong 
 
 TARGET_HELP = "FILE.py:FLOW or module.sub:FLOW; FLOW may be left out where exactly one is defined"
 
+OPERATOR_HELP = "PACK.OPERATOR; the name alone where no other has it"
+
 ABOUT = """\
 Check, draw and run flows: algorithms for RL post-training written as graphs.
 
@@ -60,12 +62,14 @@ settings (TOML; relative paths are relative to the file):
     "ops": """\
 examples:
   flowrl ops list
+  flowrl ops list --search icepop
   flowrl ops show core.group_norm
   flowrl ops test my_flow.py:my_advantage
   flowrl ops compat before.json my-pack""",
     "ops list": """\
 examples:
-  flowrl ops list
+  flowrl ops list                                       `ops show` has columns, options and the whole docstring
+  flowrl ops list --search icepop                       what it is called here; also: --search 'leave one out'
   flowrl ops list --pack core
   flowrl ops list --pack core --json > core-0.1.json    for a later `ops compat`""",
     "ops show": """\
@@ -165,14 +169,15 @@ def build_parser(version: str, options_help: str) -> Parser:
 
     ops = _command(commands, "ops", "operators of the installed packs")
     ops_commands = ops.add_subparsers(dest="ops_command", metavar="COMMAND", required=True, parser_class=Parser)
-    listed = _command(ops_commands, "ops list", "operators of every pack, with what they read and write")
+    listed = _command(ops_commands, "ops list", "operators and losses of every pack, with what they write and are")
     listed.add_argument("--pack", metavar="PACK", help="only this pack")
+    _pairs(listed, "--search", "WORD", "only what has all these words in its name, docstring, options or columns")
     listed.add_argument("--json", action="store_true", help="one pack as JSON, for `ops compat`")
     shown = _command(ops_commands, "ops show", "one operator in full: columns, locality, configuration, hash, place")
-    shown.add_argument("operator", metavar="OPERATOR", help="PACK.OPERATOR, or FILE.py:NAME for one of yours")
+    shown.add_argument("operator", metavar="OPERATOR", help=f"{OPERATOR_HELP}, or FILE.py:NAME for one of yours")
     shown.add_argument("--json", action="store_true", help="as JSON, for `ops compat`")
     tested = _command(ops_commands, "ops test", "try an operator, a loss or a whole pack with the conformance kit")
-    tested.add_argument("operator", metavar="OPERATOR", help="PACK.OPERATOR, PACK, or FILE.py:NAME for one of yours")
+    tested.add_argument("operator", metavar="OPERATOR", help=f"{OPERATOR_HELP}, PACK, or FILE.py:NAME for one of yours")
     _pairs(tested, "--config", "KEY=VALUE", "configuration to try one operator with; default: its defaults")
     tested.add_argument("--cases", metavar="FILE.py:NAME", help="a dict with what operators need to be tried")
     compared = _command(ops_commands, "ops compat", "what the change from one version to another means for users")

@@ -23,6 +23,7 @@ __all__ = [
     "group_has_signal",
     "group_mean_between",
     "length",
+    "scored",
     "staleness",
     "top",
 ]
@@ -46,7 +47,7 @@ def group_has_signal(
     single: str = "drop",
     unknown: str = "leave_out",
 ):
-    """Keep groups whose rewards differ: all others have advantage 0 and teach nothing. std > eps, and not by rounding alone.
+    """Keep groups whose rewards differ: in all others every advantage is 0. std > eps, and not by rounding alone.
 
     The dynamic sampling of DAPO (arXiv 2503.14476), whose condition is `0 < number right < number of responses`; for rewards
     of any kind that is a deviation above 0.
@@ -136,6 +137,19 @@ def length(
     return keep
 
 
+@fr.operator(filter=True)
+def scored(score: fr.SAMPLE.f32.named_by("by"), *, by: str = "reward"):
+    """Keep rows whose value is known (finite): those that a reward failed on, which have NaN and a `row_error`, go.
+
+    Advantages leave such rows out of every mean and give them 0, so no policy gradient comes from them. They still count in the
+    averages of a loss, and its other terms (KL, entropy) act on their tokens; without the rows, or with `masks.scored`, neither.
+
+    Args:
+        by: the column that decides.
+    """
+    return np.isfinite(np.asarray(score, np.float64))
+
+
 @fr.operator(filter=True, locality="batch")
 def fresh(
     min_policy_version: fr.SAMPLE.i32,
@@ -167,7 +181,7 @@ def staleness(
 
 @fr.operator(filter=True, locality=fr.group("prompt_id"))
 def top(score: fr.SAMPLE.f32.named_by("by"), *, k: int = 1, by: str = "reward", least: float | None = None):
-    """Keep the `k` best rows of each group: rejection sampling, RAFT (arXiv 2304.06767), STaR (arXiv 2203.14465).
+    """Keep the `k` best rows of each group: best-of-n, rejection sampling, RAFT (arXiv 2304.06767), STaR (arXiv 2203.14465).
 
     Args:
         k: rows kept; of equal ones the earlier.

@@ -36,7 +36,7 @@ def truncated_importance(
     """A weight to multiply another term with: exp(o - q) held within [floor, cap], without gradient.
 
     Corrects for rows sampled by other weights or by an engine with other arithmetic than the trainer's: truncated importance
-    sampling (Espeholt et al., arXiv 1802.01561; between sampler and trainer: Yao et al., 2025).
+    sampling, TIS (Espeholt et al., arXiv 1802.01561; between sampler and trainer: Yao et al., 2025).
 
     Args:
         cap: greatest weight; None leaves the ratio as it is (NeMo-RL's default).

@@ -38,6 +38,9 @@ def ppo_clip(
     From Schulman et al. (arXiv 1707.06347). Without a column `old_logprobs` r is 1, with the policy gradient as its
     derivative: right for the first step after a rollout.
 
+    GRPO, Dr. GRPO, DAPO and TRL's BNPO are this loss with another average, which belongs to `fr.update`: `"sequence_mean"` is
+    GRPO's, `"constant"` Dr. GRPO's, `"token_mean"` that of DAPO and, where the step is one micro-batch, of BNPO.
+
     Args:
         clip: how far below 1 the ratio counts.
         high: how far above; None takes `clip`. DAPO's clip-higher (arXiv 2503.14476) is `ppo_clip(0.2, high=0.28)`.

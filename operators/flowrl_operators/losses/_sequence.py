@@ -27,8 +27,9 @@ def gspo(
 ) -> Output:
     """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean of d over its tokens).
 
-    From Zheng et al. (arXiv 2507.18071), with its bounds; average by `sequence_mean`, as the paper does. It is `ppo_clip` with
-    level `"geometric"`, which has further options.
+    From Zheng et al. (arXiv 2507.18071), with its bounds; average by `sequence_mean`, as the paper does. LUSPO
+    ("Length-Unbiased Sequence Policy Optimization", 2026) is the same averaged by `sequence_sum`, so that a long response has
+    the weight of its length. It is `ppo_clip` with level `"geometric"`, which has further options.
 
     Args:
         clip, high: how far below and above 1 the ratio counts; high=None takes `clip`.
