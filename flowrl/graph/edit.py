@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flowrl.errors import ConfigError
-from flowrl.graph.infer import written_by
 from flowrl.graph.nodes import Graph
+from flowrl.graph.written import written_by
 from flowrl.schema.columns import nearest
 
 

@@ -17,6 +17,7 @@ from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall, Read
 from flowrl.graph.params import refuse_incomplete
 from flowrl.graph.types import ColumnInfo, EdgeType, RowsType, WeightsType
+from flowrl.graph.written import ROLLOUT_WRITES, adds_to, flags_rows, written_by
 from flowrl.schema import standard as s
 from flowrl.schema.columns import Column, Provenance, nearest
 from flowrl.schema.types import COARSE_TO_FINE, PROMPT, SAMPLE, TOKEN, TURN, ColumnType, Granularity
@@ -87,7 +88,7 @@ class Inference:
 
     def _how_to_get(self, node: Node, rows: RowsType, name: str) -> str:
         """The fix for a missing column: where it comes from, or the nearest names."""
-        later = [n.name for n in self.graph if name in written_by(n) and n.name != node.name]
+        later = [n.name for n in self.graph if name in (*written_by(n), *adds_to(n)) and n.name != node.name]
         if later:
             return (
                 f"node '{later[0]}' writes it, on another branch or later: pass on the rows that '{later[0]}' gives "
@@ -216,29 +217,6 @@ def _data_rows(name: str, columns: tuple[Column, ...]) -> RowsType:
     return rows.with_columns(name, *columns, *(c for c in made if c.name not in names))
 
 
-def written_by(node: Node) -> tuple[str, ...]:
-    """Names of the columns that a node itself writes (not those it passes on)."""
-    match node.kind:
-        case "apply":
-            return tuple(c.name for c in node["operator"].writes)
-        case "rollout":
-            return tuple(c.name for c in (*ROLLOUT_WRITES, *((s.ROLE,) if node.get("role") is not None else ())))
-        case "top_logprobs":
-            return (f"{node['out']}_ids", f"{node['out']}_logprobs")
-        case "combine":
-            return ("reward", *(f"reward/{name}" for name in node["names"]))
-        case "with_columns" | "copy":
-            return tuple(name for name, _ in node["columns"])
-        case "select":
-            return tuple(name for name, _ in node["renamed"])
-        case "prompts_from":
-            return (s.PROMPT_ID.name, s.PROMPT_TEXT.name, s.SOURCE_ID.name)
-        case "refill":
-            return tuple(c.name for c in node["keep"].writes)
-    out = node.get("out")
-    return (out,) if isinstance(out, str) else ()
-
-
 def _other_name(node: Node, column: str) -> str:
     if node.kind in ("logprobs", "values", "score"):
         return f'give it another name: fr.{node.kind}(model, rows, out="{column}_2")'
@@ -255,10 +233,6 @@ def _other_name(node: Node, column: str) -> str:
 
 # --- one function per kind --------------------------------------------------------------------------------------------
 
-ROLLOUT_WRITES = (
-    s.SAMPLE_ID, s.SAMPLE_INDEX, s.RESPONSE, s.RESPONSE_IDS, s.RESPONSE_MASK, s.LOSS_MASK, s.ROLLOUT_LOGPROBS, s.FINISH_REASON,
-    s.NUM_TURNS, s.TEMPERATURE, s.MIN_POLICY_VERSION, s.MAX_POLICY_VERSION,
-)  # fmt: skip
 TOKEN_COLUMNS = (s.PROMPT_IDS, s.RESPONSE_IDS)
 
 
@@ -368,6 +342,8 @@ def _apply(node: Node, found: Inference) -> EdgeType:
     if operator.locality.key:
         found.read_key(node, rows, operator.locality.key)
     result = found.write(node, rows, *operator.writes, replaces=operator.replaces)
+    if flags_rows(operator):
+        result = result.with_columns(node.name, s.ROW_ERROR)
     if operator.narrows and operator.narrows in rows.columns:
         mask = rows.columns[operator.narrows].is_copy_of
         narrowed = {c.name: replace(result.columns[c.name], is_copy_of=mask) for c in operator.writes if _is_mask(c)}
@@ -399,7 +375,8 @@ def _combine(node: Node, found: Inference) -> EdgeType:
         if info is not None:
             columns[f"reward/{name}"] = replace(info, writer=node.name)
     merged = replace(first, columns=columns)
-    return merged.with_columns(node.name, s.REWARD)
+    errors = (s.ROW_ERROR,) if s.ROW_ERROR.name in columns else ()
+    return merged.with_columns(node.name, s.REWARD, *errors)
 
 
 def _select(node: Node, found: Inference) -> EdgeType:
@@ -459,6 +436,9 @@ def _join(node: Node, found: Inference) -> EdgeType:
     columns = dict(left.columns)
     for name, info in right.columns.items():
         if name in (key, *s.KEYS):
+            continue
+        if name == s.ROW_ERROR.name:
+            columns[name] = ColumnInfo(s.ROW_ERROR.type, node.name)  # one text per row, whatever failed on either side
             continue
         if name in columns:
             found.report(

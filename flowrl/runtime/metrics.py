@@ -138,12 +138,16 @@ class Tally:
         """Names and numbers.
 
         When several nodes wrote a column, the plain name (`reward/mean`) is of the node that `writers` names, else of the
-        last one (of the first, for what was sampled); the others' are `<node>.reward/mean`.
+        last one (of the first, for what was sampled); the others' are `<node>.reward/mean`. Parts of a sum, which keeps them as
+        `reward/<node>`, are told under that name alone.
         """
         chosen = {column: node for node, column in self.columns}
         chosen.update({c: n for c, n in (writers or {}).items() if (n, c) in self.columns})
         found: dict[str, float] = {}
+        kept_as = {column for _, column in self.columns}
         for (node, column), moments in self.columns.items():
+            if chosen[column] != node and f"{column}/{node}" in kept_as:
+                continue  # a part of a sum, which the sum keeps under its own name
             name = column if chosen[column] == node else f"{node}.{column}"
             found.update(_of_column(name, moments, is_share=(node, column) in self.shares))
         sampler = (writers or {}).get("response_ids", "")

@@ -251,9 +251,14 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None], w
     rows = _with_written(rows, work, written)
     if operator.on_error == "flag":  # even when no row failed: a table's columns do not depend on luck
         before = rows["row_error"] if ROW_ERROR.name in rows else [""] * len(rows)
-        texts = [new or old for new, old in zip(errors, before, strict=True)]
-        rows = rows.with_column(ROW_ERROR.name, np.asarray(texts, dtype=object), ROW_ERROR.type)
+        rows = rows.with_column(ROW_ERROR.name, joined_errors(before, errors), ROW_ERROR.type)
     return Applied(rows, None, failed, next(filter(None, errors), ""))
+
+
+def joined_errors(*columns: Sequence[str] | np.ndarray) -> np.ndarray:
+    """[N] `row_error` of several, each text once: `"first; second"`, or empty where none failed."""
+    rows = zip(*columns, strict=True)
+    return np.asarray(["; ".join(dict.fromkeys(filter(None, texts))) for texts in rows], dtype=object)
 
 
 def _reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from flowrl.graph.expressions import evaluate
 from flowrl.graph.nodes import Node
 from flowrl.graph.types import ColumnInfo, RowsType
 from flowrl.runtime.context import Context, Table, result
-from flowrl.runtime.operators import run_operator
+from flowrl.runtime.operators import joined_errors, run_operator
 from flowrl.schema import standard as s
 from flowrl.schema.columns import nearest
 from flowrl.schema.ragged import Ragged
@@ -51,8 +51,22 @@ def combine(node: Node, context: Context) -> Table:
             if column not in merged:
                 merged = merged.with_column(column, batch[column], batch.types[column])
         merged = merged.with_column(f"reward/{name}", batch["reward"], s.REWARD.type)
+    if s.ROW_ERROR.name in merged:
+        merged = merged.with_column(s.ROW_ERROR.name, _errors_by_part(node["names"], batches), s.ROW_ERROR.type)
     merged = merged.with_column("reward", total, s.REWARD.type)
     return result(context, node, merged, "reward", *(f"reward/{name}" for name in node["names"]))
+
+
+def _errors_by_part(names: Sequence[str], batches: Sequence[RowBatch]) -> np.ndarray:
+    """[N] why rows have no reward: `"exact: ValueError: ...; short: ..."`, parts that say the same named together."""
+    texts = []
+    for row in range(len(batches[0])):
+        said: dict[str, list[str]] = {}
+        for name, batch in zip(names, batches, strict=True):
+            if s.ROW_ERROR.name in batch and batch["row_error"][row]:
+                said.setdefault(batch["row_error"][row], []).append(name)
+        texts.append("; ".join(f"{', '.join(parts)}: {text}" for text, parts in said.items()))
+    return np.asarray(texts, dtype=object)
 
 
 def select(node: Node, context: Context) -> Table:
@@ -117,7 +131,11 @@ def join(node: Node, context: Context) -> Table:
         if name in (key, *s.KEYS):
             continue
         column, kind = right[name], right.types[name]
-        if collect:
+        if name == s.ROW_ERROR.name:
+            theirs = ["; ".join(dict.fromkeys(column[row] for row in rows if column[row])) for rows in found]
+            both = joined_errors(left[name], theirs) if name in left else np.asarray(theirs, dtype=object)
+            made = made.with_column(name, both, kind)
+        elif collect:
             parts = [column[np.asarray(rows, np.int64)] for rows in found]
             made = made.with_column(name, Ragged.of(parts, column.dtype), ColumnType(TURN, kind.dtype, kind.inner))
         else:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from flowrl.graph.infer import Inference, infer, written_by
+from flowrl.graph.infer import Inference, infer
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.losses import Loss
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall
 from flowrl.graph.types import RowsType, WeightsType
+from flowrl.graph.written import written_by
 
 STYLES = {
     "model": "fill:#dbe9f6,stroke:#2c5d8f,color:#111",

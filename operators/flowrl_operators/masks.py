@@ -12,7 +12,7 @@ from flowrl.errors import ConfigError
 from flowrl_operators._drift import ArrayRows, within
 from flowrl_operators.filters import staleness, versions
 
-__all__ = ["drift", "second_moment", "stale"]
+__all__ = ["drift", "scored", "second_moment", "stale"]
 
 LOSS_MASK = {"loss_mask": fr.TOKEN.bool}
 
@@ -69,6 +69,19 @@ def drift(
             unknown=unknown,
         )
     return fr.Ragged.like(kept, loss_mask)
+
+
+@fr.operator(writes=LOSS_MASK, replaces=True, narrows="loss_mask")
+def scored(loss_mask: fr.TOKEN.bool, score: fr.SAMPLE.f32.named_by("by"), *, by: str = "reward"):
+    """Take the rows whose value is not known (not finite) out of the loss: a reward failed on them.
+
+    As `filters.scored`, but the rows stay, to be looked at and so that groups keep their size.
+
+    Args:
+        by: the column that decides.
+    """
+    keep = np.isfinite(np.asarray(score, np.float64))
+    return fr.Ragged.like(loss_mask.values.astype(bool) & loss_mask.spread(keep), loss_mask)
 
 
 @fr.operator(writes=LOSS_MASK, replaces=True, locality="batch", narrows="loss_mask")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowrl.graph.infer import Inference, infer, written_by
+from flowrl.graph.infer import Inference, infer
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.passes.note import Note
+from flowrl.graph.written import written_by
 
 
 def merge(graph: Graph) -> tuple[Graph, tuple[Note, ...]]:

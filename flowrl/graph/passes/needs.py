@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from flowrl.graph.averages import Average
-from flowrl.graph.infer import Inference, infer, written_by
+from flowrl.graph.infer import Inference, infer
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall, Read
 from flowrl.graph.types import RowsType
+from flowrl.graph.written import adds_to, written_by
 from flowrl.schema import standard as s
 from flowrl.schema.types import PROMPT
 
@@ -51,7 +52,7 @@ class Needs:
         """Whether a node only adds columns that nobody needs. Filters and nodes with a memory never are."""
         if not _may_be_left_out(node) or node.name not in self.rows:
             return False
-        return not self.rows[node.name] & frozenset(written_by(node))
+        return not self.rows[node.name] & frozenset((*written_by(node), *adds_to(node)))
 
 
 def needs_of(scope: Inference, outputs: Names | None = None) -> Needs:
@@ -182,7 +183,8 @@ def _with_columns(node: Node, asked: Names, needs: Needs) -> list[Names]:
 def _join(node: Node, asked: Names, needs: Needs) -> list[Names]:
     left = frozenset(needs.scope.rows(node.source("rows")).columns)
     key = frozenset({node["on"]})
-    return [(asked & left) | key if port == "rows" else (asked - left) | key for port, _ in node.inputs]
+    of_right = asked - left | asked & {s.ROW_ERROR.name}  # the errors of both sides are joined
+    return [(asked & left) | key if port == "rows" else of_right | key for port, _ in node.inputs]
 
 
 def _filter(node: Node, asked: Names, needs: Needs) -> list[Names]:

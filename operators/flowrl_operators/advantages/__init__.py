@@ -7,6 +7,8 @@ store float32.
 A row counts in a mean or a deviation only if its reward is finite and it has a token that trains (where `loss_mask` is
 there to tell). Every other row gets advantage 0 and moves nobody's baseline: a verifier that failed, or a sibling that was
 masked out, must not decide what its group learns. `counts="scored"` lets masked-out siblings count, as other systems do.
+Advantage 0 is no policy gradient, and that is all: the row's tokens still count in a loss's average, and its KL and entropy terms
+act on them. `filters.scored` and `masks.scored` leave them out of these too.
 
 [Note: Rounding is no signal]
 Rewards that differ by no more than a few float32 steps are equal; a group of them gets exactly 0. Without this, eight times

@@ -23,12 +23,13 @@ def total(*part: fr.SAMPLE.f32.named_by("weights"), weights: Mapping[str, float]
         rows = fr.score(preference, rows, out="preference_reward")  # a reward model is a part like any other
         rows = rewards.total(rows, {"math_reward": 1.0, "tags_reward": 0.2, "preference_reward": 0.5})
 
-    `rewards.math(rows) + 0.2 * rewards.tags(rows)` is the same for parts that all write `reward`.
+    `rewards.math(rows) + 0.2 * rewards.tags(rows)` is the same for parts that all write `reward`; its `row_error` names the part
+    that failed.
 
     Args:
         weights: column to weight. A part of weight 0 counts nothing, NaN or not: it is there for the logs.
-        missing: what a part that is NaN (its operator failed on the row) means: `"nan"`: the row has no reward and teaches
-            nothing; `"zero"`: that part adds nothing and the others count. A row that lacks every part stays NaN.
+        missing: what a part that is NaN (its operator failed on the row) means: `"nan"`: the row has no reward, and
+            advantage 0 (leave it out with `filters.scored` or `masks.scored`); `"zero"`: that part adds nothing and the others count. A row that lacks every part stays NaN.
     """
     checked("missing", missing, MISSING, "rewards.total")
     if len(part) != len(weights):
