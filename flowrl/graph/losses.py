@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.errors import ConfigError, TraceError
+from flowrl.graph.annotations import refuse_misfit
 from flowrl.graph.code import Decorated, code_hash, digest, reduced, refuse_changed, resolve
-from flowrl.graph.operators import Locality, OperatorCall, Read, read_signature, resolve_read
+from flowrl.graph.operators import REQUIRED, Locality, OperatorCall, Read, read_signature, resolve_read
 from flowrl.graph.values import EMPTY_MAP, FrozenMap, freeze_config, frozen_defaults
 from flowrl.schema.standard import LIVE
 
@@ -34,7 +35,7 @@ SEGMENTS = "segments"
 
 
 class Loss:
-    """An expression of terms. `a + b`, `2.0 * a`, `a * b`; `0 * a` vanishes, with all it would have read."""
+    """An expression of terms. `a + b`, `2.0 * a`, `a / 2`, `a * b`; `0 * a` vanishes, with all it would have read."""
 
     __slots__ = ()
 
@@ -59,6 +60,11 @@ class Loss:
 
     def __rmul__(self, other: Any) -> Loss:
         return self.__mul__(other)
+
+    def __truediv__(self, other: Any) -> Loss:
+        if isinstance(other, bool) or not isinstance(other, int | float) or other == 0:
+            raise TraceError(f"a loss is divided by a number that is not 0; found {other!r}")
+        return self * (1.0 / other)
 
     def __neg__(self) -> Loss:
         return self * -1.0
@@ -108,6 +114,8 @@ class Term(Loss):
     """Greatest staleness it tolerates by itself; None for any."""
     corrects: bool = False
     """True when it corrects for the difference between the sampling policy and the trainer's."""
+    weight: bool = False
+    """True when it trains nothing by itself: it multiplies another term."""
     defaults: FrozenMap = EMPTY_MAP
     """Configuration values it has unless told otherwise; the text form leaves them out of the call."""
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
@@ -129,6 +137,7 @@ class Term(Loss):
         if not isinstance(found, LossFunction):
             raise ConfigError(f"'{self.name}' is not a loss any more; found {type(found).__name__}")
         refuse_changed(self.name, self.hash, found.hash)
+        found.validate(dict(self.config))
         return found.function
 
 
@@ -215,6 +224,35 @@ def is_correction(loss: Loss) -> bool:
     return all(term.corrects for term in loss.terms())
 
 
+def refuse_lone_weights(loss: Loss) -> None:
+    """Errors: ConfigError where weights are added to a loss, or are all there is, instead of multiplying one."""
+    alone = _lone_weights(loss)
+    if not alone:
+        return
+    names = " * ".join(f"{term.short_name}(...)" for term in alone)
+    trains = next((term.short_name for term in loss.terms() if not term.weight), "ppo_clip")
+    raise ConfigError(
+        f"{' and '.join(repr(term.short_name) for term in alone)} only weigh{'s' if len(alone) == 1 else ''} a loss, and here "
+        f"nothing is multiplied with {'it' if len(alone) == 1 else 'them'}; write {trains}(...) * {names}, and + between "
+        "losses alone"
+    )
+
+
+def _lone_weights(loss: Loss) -> tuple[Term, ...]:
+    """The terms of a product of weights alone that the loss, written as a sum of products, has; none where there is none."""
+    match loss:
+        case Term():
+            return (loss,) if loss.weight else ()
+        case Sum(parts):
+            return next((found for part in parts if (found := _lone_weights(part))), ())
+        case Scale(_, part):
+            return _lone_weights(part)
+        case Product(left, right):
+            one, other = _lone_weights(left), _lone_weights(right)
+            return (*one, *other) if one and other else ()
+    raise TypeError(f"no rule for weights in {type(loss).__name__}")
+
+
 def uncorrected(loss: Loss) -> tuple[Term, ...]:
     """On-policy terms that no correction multiplies."""
     match loss:
@@ -244,6 +282,8 @@ class LossFunction(Decorated):
         on_policy: bool,
         max_staleness: int | None,
         corrects: bool,
+        weight: bool | None,
+        check: Callable[..., object] | None,
     ) -> None:
         if locality.kind == "stateful":
             raise ConfigError(
@@ -252,7 +292,7 @@ class LossFunction(Decorated):
         if per not in ("token", "sample"):
             raise ConfigError(f"a loss is per='token' or per='sample'; found {per!r}")
         super().__init__(function)
-        self.reads, self.defaults, state = read_signature(function, names, kind="loss")
+        self.reads, self.defaults, state, self.asked = read_signature(function, names, kind="loss")
         if state:
             raise ConfigError(f"loss '{function.__name__}' asks for fr.State; keep state in an operator")
         self.properties: dict[str, Any] = {
@@ -261,7 +301,9 @@ class LossFunction(Decorated):
             "on_policy": on_policy,
             "max_staleness": max_staleness,
             "corrects": corrects,
+            "weight": corrects if weight is None else weight,
         }
+        self.check = check
 
     @property
     def hash(self) -> str:
@@ -273,11 +315,21 @@ class LossFunction(Decorated):
         )
         return digest(repr(spec))
 
+    def validate(self, config: Mapping[str, Any]) -> None:
+        """Look at all configuration values. Errors: ConfigError for those that make no sense."""
+        refuse_misfit(self.__name__, config, self.asked, self.defaults)
+        if self.check is not None:
+            self.check(**config)
+
     def __call__(self, *args: Any, **config: Any) -> Any:
         """A term from configuration; with tensors as first arguments, the plain function."""
         if any(hasattr(value, "requires_grad") for value in (*args, *config.values())):
+            given = {**self.defaults, **{name: value for name, value in config.items() if name in self.defaults}}
+            if not any(value is REQUIRED for value in given.values()):  # else Python says which is missing
+                self.validate(given)
             return self.function(*args, **config)
         full = freeze_config(self.__name__, self.defaults, args, config)
+        self.validate(full)
         reads = tuple(resolve_read(read, full, self.__name__) for read in self.reads if read.param != SEGMENTS)
         return Term(
             self.name,
@@ -302,6 +354,8 @@ def loss(
     on_policy: bool = True,
     max_staleness: int | None = 0,
     corrects: bool = False,
+    weight: bool | None = None,
+    check: Callable[..., object] | None = None,
 ) -> Any:
     """Declare a loss term.
 
@@ -313,6 +367,10 @@ def loss(
         on_policy: only right on tokens that the trained model sampled (checked: FR-M01).
         max_staleness: greatest staleness it tolerates by itself (checked: FR-V02); None for any.
         corrects: it weighs for the difference between the sampling policy and the trainer's (asked for by FR-V01).
+        weight: it trains nothing by itself and multiplies another term; `fr.update` and `fr.apply_loss` refuse it as a part of a
+            sum. None: what `corrects` says.
+        check: called with all configuration values by name, before there is any tensor; raises ConfigError for those that make
+            no sense. No part of what the loss is: its hash does not cover it.
 
     Positional parameters are columns: `logprobs`, `entropy`, `values`, `logits`, `scores` are live (computed with
     gradient), others stored. A parameter named `segments` gets the row boundaries (`flowrl.engines.segments.Segments`).
@@ -324,7 +382,15 @@ def loss(
 
     def make(f: Callable[..., Any]) -> LossFunction:
         return LossFunction(
-            f, names, locality=place, per=per, on_policy=on_policy, max_staleness=max_staleness, corrects=corrects
+            f,
+            names,
+            locality=place,
+            per=per,
+            on_policy=on_policy,
+            max_staleness=max_staleness,
+            corrects=corrects,
+            weight=weight,
+            check=check,
         )
 
     return make(function) if function is not None else make

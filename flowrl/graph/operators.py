@@ -20,9 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from flowrl.errors import ConfigError, SchemaError
+from flowrl.graph.annotations import refuse_misfit
 from flowrl.graph.code import Decorated, code_hash, digest, reduced, refuse_changed, resolve
 from flowrl.graph.values import EMPTY_MAP, FrozenMap, Scalar, freeze, freeze_config, frozen_defaults
 from flowrl.schema.columns import Column, nearest
+from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import Asked, ColumnType
 
@@ -162,7 +164,7 @@ class Operator(Decorated):
     def __init__(self, function: Callable[..., Any], declared: _Declared, names: Mapping[str, Any]) -> None:
         super().__init__(function)
         self.declared = declared
-        self.reads, self.defaults, self.state_param = read_signature(function, names, kind="operator")
+        self.reads, self.defaults, self.state_param, self.asked = read_signature(function, names, kind="operator")
         _check_declared(self)
 
     @property
@@ -189,6 +191,7 @@ class Operator(Decorated):
         replaces = bool(config.pop("replace", False)) if "replace" not in self.defaults else False
         out = config.pop("out", None) if "out" not in self.defaults else None
         full = freeze_config(self.__name__, self.defaults, args, config)
+        refuse_misfit(self.__name__, full, self.asked, self.defaults)
         d = self.declared
         writes = d.writes(**full) if callable(d.writes) else d.writes
         if out is not None:
@@ -228,12 +231,24 @@ class Operator(Decorated):
 
         if args and isinstance(args[0], Rows | Parts):
             return self.bind(*args[1:], **config)(args[0])
-        if len(args) >= sum(1 for read in self.reads if not read.is_optional) and args:
+        needed = [read.param for read in self.reads if not read.is_optional]
+        if len(args) >= len(needed) and args:
             return self.function(*args, **config)
+        if any(map(_is_array, (*args, *config.values()))):
+            raise ConfigError(
+                f"'{self.__name__}' on arrays needs the columns {', '.join(needed)}, first and in this order; found "
+                f"{len(args)} value{'' if len(args) == 1 else 's'}"
+                + (f" and {', '.join(config)} by name" if config else "")
+            )
         return self.bind(*args, **config)
 
     def __repr__(self) -> str:
         return f"<operator {self.name} ({', '.join(map(str, self.reads))})>"
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it holds values of rows: an array, a tensor, a ragged column."""
+    return isinstance(value, Ragged) or bool(getattr(value, "shape", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +408,12 @@ def _renamed(writes: Mapping[str, ColumnType], out: Any, name: str) -> dict[str,
 
 def read_signature(
     function: Callable[..., Any], names: Mapping[str, Any], *, kind: str
-) -> tuple[tuple[Read, ...], dict[str, Any], str]:
-    """(columns read, configuration with defaults, name of the State parameter) of a declared function."""
+) -> tuple[tuple[Read, ...], dict[str, Any], str, dict[str, Any]]:
+    """(columns read, configuration with defaults, name of the State parameter, annotations of the configuration) of a declared
+    function."""
     reads: list[Read] = []
     defaults: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     state_param = ""
     for param in inspect.signature(function).parameters.values():
         annotation = _annotation(param.annotation, names, function)
@@ -412,10 +429,14 @@ def read_signature(
                 state_param = param.name
             else:
                 defaults[param.name] = REQUIRED if param.default is param.empty else freeze(param.default)
+                if param.annotation is not param.empty:
+                    asked[param.name] = annotation
             continue
         read = _read(param, annotation, function, kind)
         reads.append(replace(read, is_many=True) if is_many else read)
-    return tuple(reads), defaults, state_param
+    for read in reads:  # names of columns are looked at where they are read
+        asked.pop(read.column.removeprefix("$"), None)
+    return tuple(reads), defaults, state_param, asked
 
 
 class _Required:

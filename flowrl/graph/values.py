@@ -160,17 +160,18 @@ def frozen_defaults(defaults: Mapping[str, Any]) -> FrozenMap:
 
     A function, an operator or a component is given even so: it is declared in the text, by its hash.
     """
-    return FrozenMap(tuple(sorted((name, value) for name, value in defaults.items() if _is_plain(value))))
+    return FrozenMap(tuple(sorted((name, value) for name, value in defaults.items() if is_plain(value))))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a frozen value is made of None, numbers, text, tuples and maps alone."""
     match value:
         case None | bool() | int() | float() | str():
             return True
         case tuple():
-            return all(map(_is_plain, value))
+            return all(map(is_plain, value))
         case FrozenMap(items):
-            return all(_is_plain(v) for _, v in items)
+            return all(is_plain(v) for _, v in items)
     return False
 
 
