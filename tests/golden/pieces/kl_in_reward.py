@@ -11,12 +11,12 @@ from flowrl_operators import rewards
 from tests.golden.runner import Where
 from tests.golden.vectors import Case, matrix, ragged
 
-KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def apply_kl_penalty(case: Case, match: Any) -> dict[str, Any]:
     """verl: the penalty comes on top of scores per token, and the controller looks at the mean of row means."""
-    p, state, kind = case.params, fr.State(), KINDS[match["kind"]]
+    p, state, kind = case.params, fr.State(), KINDS.get(match["kind"], match["kind"])
     scores, mask = case.array("token_level_scores"), ragged(case.array("response_mask"))
     found = rewards.adaptive_kl_shaped.function(
         np.zeros(len(scores)),
@@ -58,4 +58,4 @@ def compute_reward(case: Case) -> dict[str, Any]:
 
 
 CONVENTIONS = {"openrlhf.compute_reward": compute_reward}
-PATTERNS = [(r"verl\.apply_kl_penalty_(?P<kind>kl|abs|mse|low_var_kl)", apply_kl_penalty)]
+PATTERNS = [(r"verl\.apply_kl_penalty_(?P<kind>kl|k1|abs|mse|k2|low_var_kl|k3)", apply_kl_penalty)]
