@@ -102,6 +102,11 @@ class _Work:
     limited: Call
     """Calls the function under the operator's time limit."""
 
+    @property
+    def used(self) -> str:
+        """Where, in words; nothing where it is called outside a flow."""
+        return f", used at {self.place}" if self.place.file else ""
+
     def call(self, inputs: Mapping[str, Any], count: int, which: str) -> tuple[dict[str, Array], np.ndarray | None]:
         """Call the function on `count` rows and return ({written column: values}, mask)."""
         name = self.operator.short_name
@@ -118,7 +123,7 @@ class _Work:
         if isinstance(error, ValueError) and "read-only" in str(error):
             hint = "; columns are shared by all their readers and read-only: work on a copy (column.copy())"
         return OperatorError(
-            f"operator '{operator.short_name}' ({place_of(self.function)}), used at {self.place}, failed on {which}: "
+            f"operator '{operator.short_name}' ({place_of(self.function)}){self.used}, failed on {which}: "
             f"{type(error).__name__}: {error}{hint}"
         )
 
@@ -157,7 +162,7 @@ class _Work:
 
     def wrong(self, text: str, which: str) -> OperatorError:
         return OperatorError(
-            f"operator '{self.operator.short_name}' ({place_of(self.function)}), used at {self.place}, on {which}: {text}"
+            f"operator '{self.operator.short_name}' ({place_of(self.function)}){self.used}, on {which}: {text}"
         )
 
 
@@ -243,7 +248,7 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None], w
             if operator.on_error == "raise" or isinstance(error.__cause__, MissingExtra):
                 raise
             errors[index] = _reason(error)
-            values = {column.name: float("nan") for column in operator.writes}
+            values = {c.name: "" if c.type.dtype == "str" else float("nan") for c in operator.writes}
         for name, value in values.items():
             parts[name][index] = value
     written = {column.name: _assemble(parts[column.name], column) for column in operator.writes}
@@ -315,7 +320,7 @@ def _answers(
             late = WaitTimeout(
                 f"operator '{call.short_name}' on row {names[index]!r} took longer than {call.timeout_s:g} s"
             )
-            raise OperatorError(f"{late} ({place_of(work.function)}, used at {work.place})") from late
+            raise OperatorError(f"{late} ({place_of(work.function)}{work.used})") from late
         if found.error is not None:
             raise work.failure(found.error, f"row {names[index]!r}") from found.error
         return found.value

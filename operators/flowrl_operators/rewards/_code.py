@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +58,11 @@ def _row_limit(*, total_s: float = 60.0, **_: object) -> float:
     return total_s + 30.0  # the sandbox keeps its own time; this is for one that is broken
 
 
-@fr.reward(processes=True, timeout_s=_row_limit)
+def _writes(*, why: str | None, **_: object) -> dict[str, fr.ColumnType]:
+    return {"reward": fr.SAMPLE.f32} | ({why: fr.SAMPLE.str} if why else {})
+
+
+@fr.operator(writes=_writes, each_row=True, on_error="flag", processes=True, timeout_s=_row_limit)
 def code(
     response: str,
     tests: fr.PROMPT.str.named_by("column"),
@@ -70,7 +76,8 @@ def code(
     memory_mb: int = 1024,
     output_kb: int = 1024,
     processes: int = 32,
-) -> float:
+    why: str | None = None,
+) -> float | dict[str, float | str]:
     """Share of the tests that the program in a response passes; 0.0 for a response without a program.
 
     The tests of a prompt are text in one of these forms (JSON, but for the last):
@@ -80,6 +87,9 @@ def code(
         {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}            call a function (or a method of `Solution`)
         ["assert add(1, 2) == 3", ...]                                    Python, each a test
         assert add(1, 2) == 3                                             Python, all of it one test
+
+    A test in Python must parse, and do something that can fail when it runs: assert, raise, or call. So an answer of another kind
+    of task ("3", "42 apples"), or a function of asserts that nobody calls, is no test.
 
     Each test is a run of its own, in a sandbox: a new process in a session, a folder and an environment of its own (nothing is
     inherited, no keys), with limits of wall time, processor time, memory, output and processes; what it started is killed with
@@ -100,28 +110,38 @@ def code(
         memory_mb: address space of a process.
         output_kb: size of the output and of a file.
         processes: processes and threads a test may start.
+        why: a column to write beside the reward: why the first test that fails does ("no program", "timeout", "SyntaxError: ...",
+            "wrong output", ...), empty where all pass.
 
-    Errors: DataError for tests in none of these forms, or none at all.
+    Errors: DataError for tests in none of these forms, or none at all: the data is at fault, so the row gets NaN and not 0.
     """
     checked("count", count, COUNTS, "rewards.code")
     checked("compare", compare, tuple(COMPARED), "rewards.code")
-    wanted = _read_tests(tests)
+    try:
+        wanted = _read_tests(tests)
+    except DataError as error:
+        raise DataError(f"{error}. The tests were read from '{column}'; say column= if they are in another") from error
     limits = Limits(
         time_s=time_s, total_s=total_s, memory_bytes=memory_mb << 20, output_bytes=output_kb << 10, processes=processes
     )
     program = code_block(response) if fenced else response
     if program is None or not program.strip():
-        return 0.0
+        return 0.0 if why is None else {"reward": 0.0, why: "no program"}
     tokens = [secrets.token_hex(16) for _ in wanted]
     runs = [test.run(program, token) for test, token in zip(wanted, tokens, strict=True)]
     done = run_programs(runs, limits)
     broken = next((ran for ran in done if ran.status == "broken"), None)
     if broken is not None:
         raise RuntimeError(f"the sandbox could not run the program: {broken.stderr}")
-    passed = sum(
+    verdicts = [
         test.is_passed(ran, token, COMPARED[compare]) for test, ran, token in zip(wanted, done, tokens, strict=True)
-    )
-    return float(passed == len(wanted)) if count == "all" else passed / len(wanted)
+    ]
+    passed = sum(verdicts)
+    reward = float(passed == len(wanted)) if count == "all" else passed / len(wanted)
+    if why is None:
+        return reward
+    failed = next((pair for pair, good in zip(zip(wanted, done, strict=True), verdicts, strict=True) if not good), None)
+    return {"reward": reward, why: "" if failed is None else failed[0].failure(failed[1])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +174,30 @@ class _Test:
             return False
         return bool(self.source) or _is_equal(said.get("value"), self.expected)
 
+    def failure(self, ran: Ran) -> str:
+        """Why a run did not pass, in a few words; `stderr` is the program's own and may say anything."""
+        if ran.status != "exit":
+            return f"signal {-ran.code}" if ran.status == "signal" and ran.code is not None else STATUS[ran.status]
+        if ran.code:
+            last = ran.stderr.strip().rpartition("\n")[2]
+            return last[:200] if last else f"exit status {ran.code}"
+        if self.stdin is not None:
+            return "wrong output"
+        return "wrong value" if ran.report else "it ended before the test"
+
+
+STATUS = {
+    "signal": "killed", "timeout": "timeout", "output": "too much output", "processes": "too many processes",
+    "not run": "no time left", "broken": "not run",
+}  # fmt: skip
+
 
 def _read_tests(text: str) -> list[_Test]:
     stripped = str(text).strip()
     if not stripped:
         raise DataError("rewards.code needs tests; found an empty text")
     if stripped[0] not in "[{":
-        return [_Test(source=stripped)]
+        return [_python(stripped)]
     try:
         given = json.loads(stripped)
     except ValueError as error:
@@ -173,6 +210,36 @@ def _read_tests(text: str) -> list[_Test]:
     return tests
 
 
+def _python(text: str) -> _Test:
+    """Python as a test. Errors: DataError when it is none, or can only pass."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of how it is written
+            tree = ast.parse(text, "test.py")
+            compile(tree, "test.py", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"a test of rewards.code is Python and this is not ({error}): {text[:80]!r}") from error
+    if not any(map(_may_fail, _run_at_once(tree))):
+        raise DataError(
+            f"a test of rewards.code asserts, raises or calls something when it runs, and this can only pass: {text[:80]!r}"
+        )
+    return _Test(source=text)
+
+
+def _run_at_once(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run with the text itself: not what a function that is only defined would do."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.BoolOp | ast.Constant):
+            continue  # compared, and thrown away: an assert was forgotten
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _run_at_once(node)
+
+
+def _may_fail(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert | ast.Raise | ast.Call)
+
+
 def _paired(given: Mapping[str, Any]) -> list[_Test]:
     inputs, outputs = given.get("inputs"), given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -180,6 +247,8 @@ def _paired(given: Mapping[str, Any]) -> list[_Test]:
             f"tests of rewards.code as an object have 'inputs' and 'outputs', lists of one length; found {str(given)[:80]!r}"
         )
     name = given.get("fn_name") or ""
+    if not isinstance(name, str) or (name and not name.isidentifier()):
+        raise DataError(f"'fn_name' of tests of rewards.code is the name of a function; found {name!r:.80}")
     if name:
         pairs = zip(inputs, outputs, strict=True)
         return [_Test(name=name, args=i if isinstance(i, list) else [i], expected=o) for i, o in pairs]
@@ -188,7 +257,7 @@ def _paired(given: Mapping[str, Any]) -> list[_Test]:
 
 def _one(test: Any) -> _Test:
     if isinstance(test, str):
-        return _Test(source=test)
+        return _python(test.strip())
     if isinstance(test, Mapping) and "input" in test and "output" in test:
         return _Test(stdin=_as_text(test["input"]), expected=_as_text(test["output"]))
     raise DataError(f"a test of rewards.code is text, or an object with 'input' and 'output'; found {str(test)[:80]!r}")

@@ -28,8 +28,9 @@ def total(*part: fr.SAMPLE.f32.named_by("weights"), weights: Mapping[str, float]
 
     Args:
         weights: column to weight. A part of weight 0 counts nothing, NaN or not: it is there for the logs.
-        missing: what a part that is NaN (its operator failed on the row) means: `"nan"`: the row has no reward, and
-            advantage 0 (leave it out with `filters.scored` or `masks.scored`); `"zero"`: that part adds nothing and the others count. A row that lacks every part stays NaN.
+        missing: what a part that is NaN (its operator failed on the row) means: `"nan"`: the row has no reward, so its
+            advantage is 0 (`filters.scored` and `masks.scored` leave it out); `"zero"`: that part adds nothing and the others
+            count. A row that lacks every part stays NaN.
     """
     checked("missing", missing, MISSING, "rewards.total")
     if len(part) != len(weights):

@@ -92,6 +92,55 @@ def test_tests_that_are_none_are_an_error_and_not_a_wrong_answer(tests: str) -> 
         rewards.code(said(ADD), tests)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["3", "-1/2", '"text"', "42 apples", "hello", "assert 1 ==", "not json [", "[3]", "add(1, 2) == 3", "return add(1, 2)",
+     "def check(f):\n    assert f(1, 2) == 3", '["assert add(1, 2) == 3", "3"]',
+     '{"fn_name": 3, "inputs": [[1]], "outputs": [1]}'],
+)  # fmt: skip
+def test_what_can_only_pass_or_is_no_python_is_named_with_its_column(answer: str) -> None:
+    with pytest.raises(DataError) as caught:
+        rewards.code(said("print(1)"), answer, column="solution")
+    assert "'solution'" in str(caught.value) and "column=" in str(caught.value)
+    assert "3" in str(caught.value) or repr(answer) in str(caught.value)
+
+
+def test_a_test_that_calls_or_raises_is_one() -> None:
+    check = "def check(f):\n    assert f(1, 2) == 3"
+    assert rewards.code(said(ADD), f"{check}\ncheck(add)") == 1.0
+    assert rewards.code(said(ADD), "if add(1, 2) != 3:\n    raise ValueError") == 1.0
+    assert rewards.code(said("def add(a, b):\n    return a"), f"{check}\ncheck(add)") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "reason"),
+    [
+        (said(ADD), "assert add(1, 2) == 3", ""),
+        ("I do not know.", "assert add(1, 2) == 3", "no program"),
+        (said("def add(a, b:"), "assert add(1, 2) == 3", "SyntaxError"),
+        (said("while True: pass"), "assert True", "timeout"),
+        (said(ADD), "assert add(1, 2) == 4", "AssertionError"),
+        (said(ADD), "assert sub(1, 2) == 4", "NameError: name 'sub' is not defined"),
+        (said("raise SystemExit(0)"), "assert True", "it ended before the test"),
+        (said("raise SystemExit(3)"), '{"inputs": [""], "outputs": ["7"]}', "exit status 3"),
+        (said("print(8)"), '{"inputs": [""], "outputs": ["7"]}', "wrong output"),
+        (said(ADD), '{"fn_name": "add", "inputs": [[1, 2], [2, 2]], "outputs": [3, 5]}', "wrong value"),
+    ],
+)
+def test_why_it_is_worth_less_can_be_a_column(response: str, tests: str, reason: str) -> None:
+    answer = rewards.code(response, tests, why="why", time_s=1.0)
+    assert answer["why"].startswith(reason) and (answer["reward"] == 1.0) is (not reason)
+
+
+def test_the_column_that_says_why_is_empty_where_the_data_is_at_fault() -> None:
+    columns = {name: np.asarray(texts, dtype=object)
+               for name, texts in (("response", [said(ADD), "nothing"]), ("answer", ["3", "assert True"]))}  # fmt: skip
+    rows = RowBatch(columns, {"response": fr.SAMPLE.str, "answer": fr.PROMPT.str})
+    done = run_operator(rewards.code.bind(why="code/why"), rows)
+    assert done.rows["code/why"].tolist() == ["", "no program"]
+    assert np.isnan(done.rows["reward"][0]) and "can only pass: '3'" in done.rows["row_error"][0]
+
+
 def test_options_are_checked() -> None:
     for wrong in ({"count": "most"}, {"compare": "bytes"}, {"time_s": 0.0}, {"processes": -1}):
         with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
