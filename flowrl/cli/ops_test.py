@@ -54,7 +54,7 @@ def _is_meant(key: str, name: str) -> bool:
 
 
 def _one(title: str, found: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    from flowrl.testing._cases import cases_of
+    from flowrl.testing._cases import by_cause, cases_of
 
     ((name, one),) = found.items()
     cases = cases_of(name, one, settings.get(name, {}))
@@ -64,7 +64,7 @@ def _one(title: str, found: Mapping[str, Any], settings: Mapping[str, Any]) -> i
         for case, failed in zip(cases, wrong, strict=True)
     ]
     print(f"{title}\n\n{table(rows)}")
-    return _told([message for message in wrong if message])
+    return _told(by_cause(list(zip(cases, wrong, strict=True))))
 
 
 def _many(title: str, found: Mapping[str, Any], settings: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unittest
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,16 +223,26 @@ def _refuse_broken(cases: Sequence[Case]) -> None:
 
 def failures(cases: Sequence[Case]) -> list[str]:
     """What does not hold, a text for each cause; the properties that one cause breaks are listed with it."""
+    return by_cause([(case, "" if case.skipped else case.failure()) for case in cases])
+
+
+def by_cause(told: Sequence[tuple[Case, str]]) -> list[str]:
+    """What cases say, empty where they hold, with one text for each cause."""
     found: dict[tuple[str, str], tuple[str, list[str]]] = {}
-    for case in cases:
-        message = "" if case.skipped else case.failure()
+    for case, message in told:
         if message:
-            cause = message.splitlines()[1]
-            found.setdefault((case.name, cause), (message, []))[1].append(case.property)
+            found.setdefault((case.name, _cause(message)), (message, []))[1].append(case.property)
     return [
         message + (f"\n  also breaks {', '.join(broken[1:])}" if len(broken) > 1 else "")
         for message, broken in found.values()
     ]
+
+
+def _cause(message: str) -> str:
+    """What went wrong, whatever the input: without places, numbers and the rows that showed it."""
+    line = message.splitlines()[1]
+    line = re.sub(r"^(operator|loss) '.*?(failed.*?: (?=\w+: )|, on .*?: )", "", line)
+    return re.sub(r"\d+( values?)?", "#", line)
 
 
 def _configs(of: Operator | LossFunction, config: Config | Sequence[Config] | None) -> Sequence[Config]:

@@ -461,23 +461,23 @@ def text(trial: Trial) -> None:
 
 
 PROPERTIES: dict[str, Property] = {
-    "columns": Property("returns a number per token or row, finite, with and without optional columns", columns),
-    "inputs": Property("changes none of its inputs", inputs),
-    "repeatable": Property("gives the same answer again", repeatable),
-    "gradients": Property("its gradient is the derivative of its value", gradients, lambda t: bool(t.live)),
+    "columns": Property("must return a number per token or row, finite, with and without optional columns", columns),
+    "inputs": Property("must change none of its inputs", inputs),
+    "repeatable": Property("must give the same answer again", repeatable),
+    "gradients": Property("must have the derivative of its value as gradient", gradients, lambda t: bool(t.live)),
     "micro_batches": Property(
-        "the sum over micro-batches is the loss, whatever the split",
+        "must sum over micro-batches to the same loss, whatever the split",
         micro_batches,
         lambda t: t.term.locality.kind != "batch",  # that one is never split
     ),
-    "order": Property("does not depend on the order of rows", order),
-    "leaks": Property("does not see what does not train", leaks),
-    "extremes": Property("value and gradient are finite at log-ratios of +-30", extremes),
-    "empty": Property("takes batches of no token or one", empty),
-    "dtypes": Property("keeps float32 and float64, takes bfloat16", dtypes),
-    "device": Property("never waits for the device", device),
-    "pickles": Property("can be pickled", pickles),
-    "text": Property("has a text form that reads back, and a hash that is the same again", text),
+    "order": Property("must not depend on the order of rows", order),
+    "leaks": Property("must not see what does not train", leaks),
+    "extremes": Property("must have a finite value and gradient at log-ratios of +-30", extremes),
+    "empty": Property("must take batches of no token or one", empty),
+    "dtypes": Property("must keep float32 and float64, and take bfloat16", dtypes),
+    "device": Property("must never wait for the device", device),
+    "pickles": Property("must pickle", pickles),
+    "text": Property("must have a text form that reads back, and a hash that is the same again", text),
 }
 
 

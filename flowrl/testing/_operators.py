@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -278,16 +278,21 @@ def poison(trial: Trial) -> None:
         for name in _numbers(trial):
             for bad in (float("nan"), float("inf"), -float("inf")):
                 victim = int(np.random.default_rng(len(rows)).integers(len(rows)))
-                ill = rows.with_column(name, _with_bad(rows[name], victim, bad), rows.types[name])
-                state = State()
-                answer = trial.run(ill, state)
-                alone, together = _company(trial.call, rows, victim)
-                what = f"because '{name}' of row {victim} is {bad}"
-                must_be_finite(ill, answer, f"in another row, {what}", together)
-                if kind != "batch" and kind != "stateful" and len(alone):
-                    must_equal(ill, clean.take(alone), answer.take(alone), f"differs in rows {alone.tolist()}, {what}")
-                if kind == "stateful":
-                    must_be_finite(rows, trial.run(rows, state), f"a step later, {what} in the step before")
+                company = _company(trial.call, rows, victim)
+                for victims in ([victim], company) if bad != bad and len(company) > 1 else ([victim],):
+                    ill = rows.with_column(name, _with_bad(rows[name], victims, bad), rows.types[name])
+                    state = State()
+                    answer = trial.run(ill, state)
+                    others = np.setdiff1d(np.arange(len(rows)), victims)
+                    alone = np.setdiff1d(others, company)
+                    which = f"row {victims[0]}" if len(victims) == 1 else f"rows {list(victims)}"
+                    what = f"because '{name}' of {which} is {bad}"
+                    must_be_finite(ill, answer, f"in another row, {what}", others)
+                    if kind != "batch" and kind != "stateful" and len(alone):
+                        text = f"differs in rows {alone.tolist()}, {what}"
+                        must_equal(ill, clean.take(alone), answer.take(alone), text)
+                    if kind == "stateful":
+                        must_be_finite(rows, trial.run(rows, state), f"a step later, {what} in the step before")
 
 
 def pickles(trial: Trial) -> None:
@@ -376,35 +381,37 @@ class Property:
 
 
 PROPERTIES: dict[str, Property] = {
-    "columns": Property("returns what it declares, finite, with and without optional columns", columns),
-    "inputs": Property("changes none of its inputs", inputs),
-    "repeatable": Property("gives the same answer again", repeatable),
+    "columns": Property("must return what it declares, finite, with and without optional columns", columns),
+    "inputs": Property("must change none of its inputs", inputs),
+    "repeatable": Property("must give the same answer again", repeatable),
     "chunks": Property(
-        "a row operator gives the same under any split of the rows, a group operator under any that keeps groups whole",
+        "must give the same under any split of the rows, a group operator under any that keeps groups whole",
         chunks,
         lambda t: t.call.locality.kind in ("row", "group"),
     ),
-    "order": Property("moves its answer with the rows", order, lambda t: t.call.locality.kind != "stateful"),
-    "empty": Property("takes a batch without rows", empty),
-    "one_row": Property("takes a single row", one_row),
-    "masked": Property("takes a batch in which no token trains", masked, lambda t: bool(_masks(t))),
+    "order": Property(
+        "must answer each row alike, wherever it stands", order, lambda t: t.call.locality.kind != "stateful"
+    ),
+    "empty": Property("must take a batch without rows", empty),
+    "one_row": Property("must take a single row", one_row),
+    "masked": Property("must take a batch in which no token trains", masked, lambda t: bool(_masks(t))),
     "ragged": Property(
-        "takes rows without tokens and very long ones",
+        "must take rows without tokens and very long ones",
         ragged,
         lambda t: any(kind.granularity.is_ragged for kind in t.types().values()),
     ),
-    "leaks": Property("does not see masked tokens", leaks, lambda t: bool(_masks(t)) and bool(_token_floats(t))),
-    "poison": Property("keeps NaN and infinities of one row to that row", poison, lambda t: bool(_numbers(t))),
-    "pickles": Property("can be pickled", pickles),
+    "leaks": Property("must not see masked tokens", leaks, lambda t: bool(_masks(t)) and bool(_token_floats(t))),
+    "poison": Property("must keep NaN and infinities to the rows that have them", poison, lambda t: bool(_numbers(t))),
+    "pickles": Property("must pickle", pickles),
     "state": Property(
-        "goes on from a saved state as if nothing had happened", state, lambda t: bool(t.call.state_param)
+        "must go on from a saved state as if nothing had happened", state, lambda t: bool(t.call.state_param)
     ),
     "cost": Property(
-        "costs no less for more rows and tokens",
+        "must cost no less for more rows and tokens",
         cost,
         lambda t: t.operator is not None and t.operator.declared.cost is not None,
     ),
-    "text": Property("has a text form that reads back, and a hash that is the same again", text),
+    "text": Property("must have a text form that reads back, and a hash that is the same again", text),
 }
 
 
@@ -482,25 +489,24 @@ def _inside(answer: RowBatch, inside: np.ndarray) -> RowBatch:
     return answer
 
 
-def _with_bad(values: Any, row: int, bad: float) -> Any:
+def _with_bad(values: Any, victims: Sequence[int], bad: float) -> Any:
     if isinstance(values, Ragged):
         flat = values.values.copy()
-        flat[values.offsets[row] : values.offsets[row + 1]] = bad
+        flat[np.isin(values.row_index, victims)] = bad
         return Ragged.like(flat, values)
     changed = values.copy()
-    changed[row] = bad
+    changed[victims] = bad
     return changed
 
 
-def _company(call: OperatorCall, rows: RowBatch, victim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows that the victim is never given together with, all other rows)."""
-    others = np.asarray([i for i in range(len(rows)) if i != victim], np.int64)
+def _company(call: OperatorCall, rows: RowBatch, victim: int) -> list[int]:
+    """Rows that are given together: the victim, its group, or all."""
     if call.locality.kind == "row":
-        return others, others
+        return [victim]
     if call.locality.kind == "group":
         key = rows[call.locality.key]
-        return np.asarray([i for i in others if key[i] != key[victim]], np.int64), others
-    return np.zeros(0, np.int64), others
+        return [i for i in range(len(rows)) if key[i] == key[victim]]
+    return list(range(len(rows)))
 
 
 def _through_json(kept: State) -> State:

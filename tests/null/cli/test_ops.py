@@ -69,6 +69,16 @@ def test_an_operator_that_does_not(mine: Path, cli: Cli) -> None:
     assert "  input     reward = [" in result.out
 
 
+def test_one_cause_is_told_once(mine: Path, cli: Cli) -> None:
+    text = MINE.replace("reward - reward.sum()", "reward - reward[7]")
+    (mine / "ops.py").write_text(text)
+    out = cli("ops", "test", "ops.py:wrong").out
+    assert out.count("out of bounds") == 1
+    assert "\nchunks      fails  must give the same under any split" in out
+    assert "\n  also breaks inputs, repeatable, chunks, " in out
+    assert "used at" not in out
+
+
 def test_what_operators_need_comes_from_a_dict(mine: Path, cli: Cli) -> None:
     skipped = cli("ops", "test", "ops.py:wrong", "--cases", "ops.py:CASES")
     assert skipped.code == 0

@@ -215,6 +215,26 @@ def group_mean(reward: fr.SAMPLE.f32):
     return reward - reward.mean()
 
 
+@fr.operator(writes=ADVANTAGE, locality=GROUP, min_group=2)
+def best_of_those_known(reward: fr.SAMPLE.f32):
+    """Forgets that of a group nothing may be known."""
+    known = np.isfinite(reward)
+    return np.where(known, reward - reward[known].max(), 0.0)
+
+
+@fr.operator(writes=ADVANTAGE, locality="batch")
+def best_of_batch(reward: fr.SAMPLE.f32):
+    """Forgets that of a step nothing may be known."""
+    known = np.isfinite(reward)
+    best = reward[known].max() if len(reward) > 1 else 0.0
+    return np.where(known, np.where(known, reward, 0.0) - best, 0.0)
+
+
+@fr.operator(writes=ADVANTAGE, locality=GROUP)
+def fourth_is_baseline(reward: fr.SAMPLE.f32):
+    return reward - reward[3]
+
+
 @fr.operator(writes=ADVANTAGE, locality="stateful")
 def poisoned_for_ever(reward: fr.SAMPLE.f32, *, state: fr.State):
     mean = state.setdefault("mean", 0.0)
@@ -296,6 +316,8 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("leaks", neighbours, "depends on 'values' where 'loss_mask' is false"),
     ("poison", batch_mean, "is not finite in another row, because 'reward' of row"),
     ("poison", group_mean, "is not finite in another row, because 'reward' of row"),
+    ("poison", best_of_those_known, "failed on the group prompt_id='p0' (2 rows): ValueError: zero-size array"),
+    ("poison", best_of_batch, "failed on all rows: ValueError: zero-size array"),
     ("poison", poisoned_for_ever, "a step later"),
     ("state", keeps_outside, "its state holds a Counter"),
     ("state", keys_are_numbers, "after its state was saved by JSON"),

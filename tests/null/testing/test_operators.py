@@ -61,6 +61,27 @@ def test_one_cause_is_told_once() -> None:
     assert "also breaks repeatable, chunks" in text
 
 
+def test_one_cause_is_told_once_whatever_the_rows() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_operator(broken.fourth_is_baseline)
+    text = str(caught.value)
+    assert text.count("out of bounds") == 1 and text.count("breaks '") == 1
+    assert text.endswith("\n  also breaks inputs, repeatable, chunks, order, one_row, poison, pickles")
+
+
+def test_a_failure_outside_a_flow_names_no_place_in_one() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_operator(broken.fourth_is_baseline)
+    assert "broken.py:" in str(caught.value)
+    assert "used at" not in str(caught.value) and "no source" not in str(caught.value)
+
+
+def test_what_a_property_says_cannot_be_read_as_a_finding() -> None:
+    from flowrl.testing import _losses
+
+    assert {one.says.split()[0] for one in (*PROPERTIES.values(), *_losses.PROPERTIES.values())} == {"must"}
+
+
 def test_configurations_are_tried_and_named() -> None:
     check_operator(broken.centred, config=[{}, {"scale": 0.5}])
     check_operator(broken.centred(scale=2.0))
