@@ -121,7 +121,12 @@ def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Settings] | Non
     if isinstance(pack, ModuleType):
         found = packs.contents(packs.Pack(pack.__name__, pack.__name__, "", ""))
     else:
-        found = packs.contents(pack)
+        try:
+            found = packs.contents(pack)
+        except PackError as error:
+            raise PackError(
+                f"{error}; install yours (pip install -e .), or give its module in place of its name"
+            ) from error
     if found.failures:
         listed = "; ".join(f"{module}: {reason}" for module, reason in found.failures.items())
         raise PackError(f"a module of pack '{found.pack.name}' cannot be imported: {listed}")

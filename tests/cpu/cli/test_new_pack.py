@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def run(folder: Path, *arguments: str, code: int = 0) -> str:
     )
     assert done.returncode == code, f"{arguments}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_it_installs_without_a_network(place: Path) -> None:
+    """As its README says, into an environment that has what builds it."""
+    command = "pip install --no-build-isolation --no-deps -e ."
+    assert f"\n{command}\n" in (place / "flowrl-their-rewards" / "README.md").read_text()
+    run(place, "-m", "venv", "env")
+    (packages,) = (place / "env").glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    python = str(place / "env" / "bin" / "python")
+    env = {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, "PIP_NO_INDEX": "1"}
+    listed = (
+        "import flowrl_their_rewards, importlib.metadata as m; print(m.entry_points(group='flowrl.operators').names)"
+    )
+    for arguments in (["-m", *command.split(), "--quiet"], ["-c", listed]):
+        folder = place / "flowrl-their-rewards" if "-m" in arguments else place
+        done = subprocess.run([python, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    assert "their-rewards" in done.stdout
 
 
 def test_it_is_listed_beside_ours(place: Path) -> None:

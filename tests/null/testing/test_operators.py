@@ -150,6 +150,8 @@ def test_a_module_is_checked_like_a_pack() -> None:
         pack_cases(broken, settings={"centered": {}})
     with pytest.raises(PackError, match="offers no operator and no loss"):
         pack_cases(errors)
+    with pytest.raises(PackError, match=r"no pack 'mine' is installed; .*; install yours .* its module in place of"):
+        pack_cases("mine")
 
 
 def test_the_ids_of_cases_are_readable() -> None:
