@@ -130,11 +130,13 @@ def new(args: argparse.Namespace) -> int:
 
 def runs(args: argparse.Namespace) -> int:
     """Print the status of a run and the metrics of its last steps."""
+    from flowrl.engines import REMARKS
     from flowrl.runtime.rundir import RunDir
 
     folder = RunDir.open(args.path)
     info, metrics = folder.info, folder.metrics()
-    print(f"{folder.path}: {folder.status}, {_counted(len(metrics), 'step')}")
+    remark = REMARKS.get(str(info.get("engine")), "")
+    print(f"{folder.path}: {folder.status}, {_counted(len(metrics), 'step')}{f' ({remark})' if remark else ''}")
     if info.get("error"):
         print(f"error: {info['error']}")
     if not metrics:

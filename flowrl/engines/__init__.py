@@ -14,6 +14,9 @@ ENGINES = {
 }
 """Engine name to `module:class`."""
 
+REMARKS = {"null": "null engine: no model ran, and its numbers, the loss too, are made up"}
+"""What whoever reads the numbers of an engine must know."""
+
 
 def open_engine(name: str) -> Engine:
     """The engine of that name; its module is imported here and nowhere else."""

@@ -11,6 +11,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from flowrl.engines import REMARKS
 from flowrl.engines.protocol import Host
 from flowrl.errors import RunError
 from flowrl.graph.losses import Loss
@@ -57,7 +58,9 @@ class Observation:
             run.path = self.folder.path
             self.folder.write_graph(str(run.graph))
             self.folder.write_info(info)
-        self.progress = open_progress(options.progress, name=name, steps=steps, path=run.path)
+        self.progress = open_progress(
+            options.progress, name=name, steps=steps, path=run.path, remark=REMARKS.get(info.get("engine", ""), "")
+        )
 
     def __enter__(self) -> Self:
         self.progress.__enter__()

@@ -55,8 +55,13 @@ def open_progress(
     steps: int,
     path: Path | None = None,
     file: IO[str] | None = None,
+    remark: str = "",
 ) -> Progress:
-    """The view for a run: `live`, `plain`, `off`, or `auto` (live in a terminal, else plain). True means auto, False off."""
+    """The view for a run: `live`, `plain`, `off`, or `auto` (live in a terminal, else plain). True means auto, False off.
+
+    Args:
+        remark: what whoever reads the numbers must know, shown with the name.
+    """
     if isinstance(mode, bool):
         mode = "auto" if mode else "off"
     if mode not in MODES:
@@ -67,7 +72,7 @@ def open_progress(
         mode = "live" if file is not None and file.isatty() and sys.gettrace() is None else "plain"
     if mode == "off" or file is None:
         return Progress(name, steps)
-    return LiveProgress(name, steps, path, file) if mode == "live" else PlainProgress(name, steps, path, file)
+    return (LiveProgress if mode == "live" else PlainProgress)(name, steps, path, file, remark)
 
 
 class Progress:
@@ -138,8 +143,9 @@ class Progress:
 class PlainProgress(Progress):
     """One line per step, for logs and pipes."""
 
-    def __init__(self, name: str, steps: int, path: Path | None, file: IO[str]) -> None:
+    def __init__(self, name: str, steps: int, path: Path | None, file: IO[str], remark: str = "") -> None:
         super().__init__(name, steps)
+        self._remark = remark
         self._path = path
         self._file = file
 
@@ -152,6 +158,7 @@ class PlainProgress(Progress):
         self._print(
             f"{self.name}: {self.steps} step{'s' if self.steps != 1 else ''}"
             + (f", in {self._path}" if self._path else "")
+            + (f" ({self._remark})" if self._remark else "")
         )
 
     def _step(
@@ -192,8 +199,9 @@ class _Lifting:
 class LiveProgress(Progress):
     """A panel that is drawn again in place, at most five times a second and only when something happened: no thread."""
 
-    def __init__(self, name: str, steps: int, path: Path | None, file: IO[str]) -> None:
+    def __init__(self, name: str, steps: int, path: Path | None, file: IO[str], remark: str = "") -> None:
         super().__init__(name, steps)
+        self._remark = remark
         self._path = path
         self._file = file
         self._live: Live | None = None
@@ -311,6 +319,8 @@ class LiveProgress(Progress):
             ),
             Text("━" * done + "─" * (BAR_CHARS - done), style="cyan"),
         ]
+        if self._remark:
+            parts.append(Text(self._remark, style="yellow"))
         numbers = shown(self._metrics)
         if numbers:
             table = Table.grid(padding=(0, 2))

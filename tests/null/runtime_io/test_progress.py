@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl.runtime.progress import LiveProgress, PlainProgress, open_progress, shown, sparkline
 
@@ -41,6 +42,30 @@ def test_plain_is_a_line_per_step() -> None:
         "step 2/2",
         "  3 of 4 groups",
     ]
+
+
+@pytest.mark.parametrize("mode", ["live", "plain"])
+def test_what_must_be_known_of_the_numbers_stands_with_the_name(mode: str) -> None:
+    file = Screen()
+    with open_progress(mode, name="grpo", steps=1, file=file, remark="all of it is made up") as progress:
+        progress.step(0, METRICS)
+    assert "all of it is made up" in file.getvalue()
+
+
+@pytest.mark.parametrize(("engine", "is_said"), [("null", True), ("torch", False)])
+def test_a_run_says_that_the_null_engine_makes_its_numbers_up(
+    engine: str, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flowrl.engines import null
+    from tests.null.graph.flows import grpo
+
+    monkeypatch.setattr("flowrl.runtime.local.open_engine", lambda name: null.NullEngine())
+    prompts = [{"prompt": "1+1=", "answer": "2"}] * 4
+    fr.run_local(
+        grpo, steps=1, batch=2, engine=engine, out=None, progress="plain", prompts=prompts, policy="null", ref="null"
+    )
+    head = capsys.readouterr().out.splitlines()[0]
+    assert ("(null engine: no model ran, and its numbers, the loss too, are made up)" in head) is is_said
 
 
 def test_auto_is_live_only_in_a_terminal_and_not_under_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
