@@ -180,7 +180,14 @@ def ema(target: Any, source: Any, decay: float, *, every: int = 1) -> Weights:
 def apply(rows: Any, operator: OperatorCall | Operator) -> Rows:
     """Apply an operator; what calling the operator on rows does."""
     call = operator.bind() if isinstance(operator, Operator) else operator
-    return active(call.short_name).add("apply", (("rows", rows),), hint=call.short_name, operator=call)
+    return active(call.short_name).add("apply", (("rows", rows),), hint=_called(call), operator=call)
+
+
+def _called(call: OperatorCall) -> str:
+    """The name of an operator's node: of the function in its configuration where it only calls that (an adapter)."""
+    wrapped = dict(call.config).get("function")
+    name = wrapped.path.rpartition(":")[2].rpartition(".")[2] if isinstance(wrapped, FunctionRef) else ""
+    return name if name.isidentifier() else call.short_name
 
 
 def combine(*parts: tuple[float, Rows]) -> Rows:

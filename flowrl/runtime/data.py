@@ -331,6 +331,7 @@ def _refuse_half_characters(name: str, texts: np.ndarray) -> None:
 def _type_of(name: str, values: Any) -> ColumnType:
     """Type of a data set's column: by name if it is a standard one, else PROMPT with the dtype of its values."""
     if name in STANDARD:
+        _refuse_messages(name, values)
         return _int_ids(name, values) or STANDARD[name].type
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return _arrow_type(name, values.type)
@@ -343,6 +344,20 @@ def _type_of(name: str, values: Any) -> ColumnType:
             raise _not_storable(name, first)
         return ColumnType(PROMPT, _python_dtype(name, inner, small="i32", fraction="f32"), (RAGGED,))
     return ColumnType(PROMPT, _python_dtype(name, values, small="i64", fraction="f64"))
+
+
+def _refuse_messages(name: str, values: Any) -> None:
+    """Errors: DataError where text is asked for and chat messages are given."""
+    if STANDARD[name].type.dtype != "str":
+        return
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        first = values[0].as_py() if is_list and len(values) and pa.types.is_struct(values.type.value_type) else ()
+    else:
+        first = values[0] if len(values) else ()
+    found: Any = first if _is_list(first) else ()
+    if len(found) and isinstance(found[0], Mapping):
+        raise _not_storable(name, found)
 
 
 def _int_ids(name: str, values: Any) -> ColumnType | None:
@@ -388,12 +403,20 @@ def _python_dtype(name: str, values: Iterable[Any], *, small: str, fraction: str
 
 def _not_storable(name: str, value: Any) -> DataError:
     hint = "turn it into text (json.dumps), or leave it out with columns="
-    if name.startswith("prompt") and _is_list(value):
-        hint = "messages are not taken: apply the tokenizer's chat template yourself and pass the text"
+    first = value[0] if _is_list(value) and len(value) else value
+    if isinstance(first, Mapping) and "role" in first:
+        hint = _of_messages(name)
     shown = repr(value)
     return DataError(
         f"column '{name}' holds {shown[:60]}{'...' if len(shown) > 60 else ''} ({type(value).__name__}); a column holds "
         f"numbers, text, or a list of them. {hint[0].upper()}{hint[1:]}"
+    )
+
+
+def _of_messages(name: str) -> str:
+    return (
+        f"chat messages become a prompt with adapters.datasets.data(dataset, messages='{name}') of flowrl_operators, which "
+        "applies the chat template (tokenizer=) where there is more than one"
     )
 
 
@@ -426,8 +449,10 @@ def _arrow_type(name: str, kind: pa.DataType) -> ColumnType:
     for test, dtype in tests:
         if test(kind):
             return ColumnType(PROMPT, dtype)
+    is_message = t.is_struct(kind) and kind.get_field_index("role") >= 0
+    hint = _of_messages(name) if is_message else "leave it out with columns="
     raise DataError(
-        f"column '{name}' holds {kind}; a column holds numbers, text, or a list of them. Leave it out with columns="
+        f"column '{name}' holds {kind}; a column holds numbers, text, or a list of them. {hint[0].upper()}{hint[1:]}"
     )
 
 

@@ -31,7 +31,7 @@ def data(
         adapters.datasets.data(gsm8k, columns={"prompt": "question", "answer": "answer"})
 
     Args:
-        dataset: `datasets.Dataset`, or an `IterableDataset` (streamed) together with `take`.
+        dataset: `datasets.Dataset`, an `IterableDataset` (streamed) together with `take`, an Arrow table, or a list of dicts.
         columns: those to keep, or new name to name in the data; None keeps all.
         messages: a column of chat messages that becomes the prompt. One user message becomes its text in `prompt`, to which the
             model's own template is applied. Longer ones need `tokenizer`.
@@ -63,6 +63,8 @@ def data(
 def _arrow(dataset: Any, take: int | None) -> Any:
     import pyarrow as pa
 
+    if isinstance(dataset, list | tuple):
+        dataset = pa.Table.from_pylist(list(dataset))
     if isinstance(dataset, pa.Table):
         return dataset if take is None else dataset.slice(0, take)
     if isinstance(getattr(dataset, "column_names", None), Mapping):

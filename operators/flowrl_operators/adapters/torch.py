@@ -39,6 +39,8 @@ def apply(
         state: of an operator that remembers between calls.
         config: of the operator, unless it is bound already.
 
+    Errors: SchemaError for a matrix where a value per row is read, the other way round, and for shapes that are not the mask's.
+
     Returns [B] for columns per row, [B, T] with 0 outside the mask for columns per token, in the dtype and on the device of the
     first floating-point column (else of the mask, in float32).
     """
@@ -72,10 +74,29 @@ def apply(
             return values
         return torch.as_tensor(values, device=device, dtype=dtype if values.dtype.kind == "f" else None)
 
+    _refuse_matrices(call, given)
     answer = arrays.apply(call, given, state=state)
     if isinstance(answer, fr.Keep):
         return fr.Keep(back(answer.mask), {name: back(values) for name, values in answer.columns.items()})
     return {n: back(v) for n, v in answer.items()} if isinstance(answer, Mapping) else back(answer)
+
+
+def _refuse_matrices(call: OperatorCall, given: Mapping[str, Any]) -> None:
+    """Errors: SchemaError for values per token where an operator reads one number per row."""
+    for read in call.reads:
+        values: Any = given.get(read.column)
+        is_per_row = read.type is not None and not read.type.granularity.is_ragged and not read.type.inner
+        if is_per_row and (isinstance(values, fr.Ragged) or getattr(values, "ndim", 1) > 1):
+            found = "values per token" if isinstance(values, fr.Ragged) else f"shape {list(values.shape)}"
+            raise SchemaError(
+                f"'{call.short_name}' reads '{read.column}' as one value per row, [B]; found {found}. Reduce it first, e.g. "
+                "(values * mask).sum(-1) for token rewards, or name it as the operator names its values per token"
+            )
+        if read.type is not None and read.type.granularity.is_ragged and isinstance(values, np.ndarray):
+            raise SchemaError(
+                f"'{call.short_name}' reads '{read.column}' per token: give it as [B, T], with mask=; found shape "
+                f"{list(values.shape)}"
+            )
 
 
 def _is_float(values: Any) -> bool:

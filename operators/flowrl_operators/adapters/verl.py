@@ -94,7 +94,7 @@ def reward(
     """A verl reward function (`compute_score`) as a reward of a flow.
 
     Example:
-        rows = adapters.verl.reward(rows, function=compute_score)
+        rows = adapters.verl.reward(compute_score, source="openai/gsm8k")(rows)     # or reward(rows, function=compute_score)
 
     Args:
         function: `f(data_source, solution_str, ground_truth, extra_info=None)`; answers a number, or a dict with `score`.
@@ -369,22 +369,34 @@ def advantage_estimator(
         operator: writes `advantage` per row (repeated over the row's tokens) or `advantages` per token, perhaps `returns`.
             It reads `reward` (the sum of the row's token rewards), `token_rewards`, `prompt_id` (verl's index),
             `loss_mask` (its response mask), `baseline`, `values`, `old_logprobs` and what else verl passes.
-        config: of the operator, unless it is bound already.
+        config: of the operator, unless it is bound already. Its options belong here: `advantage_estimator(operator, gamma=0.99)`.
 
-    Returns (advantages, returns), both [B, T] with 0 outside the mask; without returns of its own, both are the advantages.
-    verl's `config` is not looked at: options belong to the operator.
+    Returns (advantages, returns), both [B, T] with 0 outside the mask; without returns of its own, both are the advantages. A
+    reward outside the mask counts if it is finite, as in verl, whose last token may be a tool's; what is not finite there is
+    padding.
+
+    Errors, when it is called: DataError without `index` for an operator that compares the responses of a prompt; ConfigError for
+    a number of verl's (`gamma`, `lam` in its `config`, or any other that is passed) that the operator does not use.
     """
     call = arrays.bound(operator, config)
     written = [column.name for column in call.writes]
     if not {"advantage", "advantages"} & set(written):
         raise ConfigError(f"'{call.short_name}' writes {', '.join(written) or 'nothing'} and no advantage")
+    compares = "prompt_id" in {call.locality.key, *(read.column for read in call.reads if not read.is_optional)}
 
     def estimate(
         token_level_rewards: Any, response_mask: Any, index: Any = None, config: Any = None, **more: Any
     ) -> tuple[Any, Any]:
-        given: dict[str, Any] = {"token_rewards": token_level_rewards, "reward": token_level_rewards.sum(dim=-1)}
-        ids = [str(row) for row in range(len(token_level_rewards))] if index is None else [str(i) for i in index]
-        given["prompt_id"] = np.asarray(ids, object)
+        _refuse_unused(call, config, more)
+        is_there = (response_mask != 0) | token_level_rewards.isfinite()
+        paid = token_level_rewards.where(is_there, token_level_rewards.new_zeros(()))
+        given: dict[str, Any] = {"token_rewards": token_level_rewards, "reward": paid.sum(dim=-1)}
+        if index is not None:
+            given["prompt_id"] = np.asarray([str(i) for i in index], object)
+        elif compares:
+            raise DataError(
+                f"'{call.short_name}' compares the responses of a prompt, and verl gave no 'index' (its batch needs 'uid')"
+            )
         names = {**PER_TOKEN, "reward_baselines": "baseline"}
         given |= {names.get(name, name): value for name, value in more.items() if hasattr(value, "detach")}
         found = tensors.apply(call, given, response_mask, state=state)
@@ -397,3 +409,28 @@ def advantage_estimator(
 
     estimate.__name__ = estimate.__qualname__ = call.short_name
     return estimate
+
+
+FACTORS = ("gamma", "lam")
+"""Numbers that every configuration of verl holds, 1.0 where nobody set them."""
+
+
+def _refuse_unused(call: OperatorCall, config: Any, more: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for a number that verl was told and that the operator would not use."""
+    own = dict(call.config)
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    told = {name: value for name in FACTORS if (value := read(name)) not in (None, 1.0)}
+    if read("norm_adv_by_std_in_grpo") is False and own.get("scale", "none") != "none":
+        raise ConfigError(
+            f"verl's norm_adv_by_std_in_grpo is False and '{call.short_name}' divides by a deviation: "
+            'advantage_estimator(..., scale="none"), or set it to True'
+        )
+    told |= {name: value for name, value in more.items() if isinstance(value, bool | int | float | str)}
+    for name, value in told.items():
+        used = own.get(name, 1.0 if name in FACTORS else None)
+        if value != used:
+            has = f"'{call.short_name}' has {name}={used!r}" if name in own else f"'{call.short_name}' has no '{name}'"
+            fix = f"advantage_estimator(..., {name}={value!r})" if name in own else "choose an operator that has it"
+            raise ConfigError(
+                f"verl was told {name}={value!r}, and {has}; {fix}, or leave it out of verl's configuration"
+            )

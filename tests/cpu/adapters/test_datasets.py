@@ -78,6 +78,17 @@ def test_one_message_becomes_its_text_and_dicts_json() -> None:
     assert "chat" not in data.schema.names
 
 
+@pytest.mark.parametrize("name", ["prompt", "chat"])
+@pytest.mark.parametrize("kind", ["set", "table", "list"])
+def test_data_that_is_given_as_it_is_names_what_takes_messages(name: str, kind: str) -> None:
+    rows = [{name: row["chat"], "answer": "2"} for row in CHATS]
+    given = rows if kind == "list" else datasets.Dataset.from_list(rows)
+    given = given.data.table if kind == "table" else given  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=rf"adapters\.datasets\.data\(dataset, messages='{name}'\)"):
+        fr.Data(given)
+    assert adapters.datasets.data(given, messages=name).rows["prompt"].tolist() == ["hi", "ho"]
+
+
 def test_longer_chats_need_the_template() -> None:
     rows = [{"chat": [{"role": "system", "content": "s"}, *row["chat"]]} for row in CHATS]  # type: ignore[misc]
     dataset = datasets.Dataset.from_list(rows)

@@ -92,6 +92,15 @@ def test_what_is_missing_or_breaks_is_told() -> None:
         arrays.apply(filters.top.bind(k=1), {"reward": [1.0], "prompt_id": ["a"]}, k=2)
 
 
+def test_a_matrix_where_a_number_per_row_is_read_is_told() -> None:
+    uid = ["a", "a", "b", "b"]
+    for mask in (None, MASK):
+        with pytest.raises(SchemaError, match=r"'group_norm' reads 'reward' as one value per row, \[B\]"):
+            adapters.torch.apply(advantages.group_norm, {"reward": torch.zeros(4, 4), "prompt_id": uid}, mask)
+    with pytest.raises(SchemaError, match=r"'gae' reads 'values' per token: give it as \[B, T\], with mask="):
+        adapters.torch.apply(advantages.gae, {"reward": torch.zeros(4), "values": torch.zeros(4)}, MASK)
+
+
 def test_padding_on_either_side() -> None:
     column = fr.Ragged.of([[1, 2, 3], [], [4]], np.int64)
     for side in ("left", "right"):

@@ -76,6 +76,65 @@ def short(completions, **kwargs):
     return [1.0]
 
 
+def of_messages(completions, **kwargs):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def by_get(completions, **kwargs):
+    return [float(len(completion[0].get("content"))) for completion in completions]
+
+
+def by_solution(completions, **kwargs):
+    return [float(c == a) for c, a in zip(completions, kwargs["solution"], strict=True)]
+
+
+def own_fault(completions, **kwargs):
+    return [{}[completion] for completion in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (of_messages, "'of_messages' failed with TypeError: .*say messages=True"),
+        (by_get, "'by_get' failed with AttributeError: .*say messages=True"),
+        (by_solution, r"'by_solution' failed with KeyError: 'solution'; .*columns=\['solution', \.\.\.\]"),
+    ],
+)
+def test_what_a_function_was_not_given_is_told_with_the_option(function: object, said: str) -> None:
+    with pytest.raises(OperatorError, match=said):
+        run_operator(adapters.trl.reward(function), table())
+    if function is not by_solution:
+        assert run_operator(adapters.trl.reward(function, messages=True), table()).rows["reward"].tolist() == [1, 1, 1]
+
+
+def test_one_row_that_raises_ends_the_run_or_is_flagged() -> None:
+    def fragile(completions, completion_ids, answer):
+        assert all(type(ids) is list for ids in completion_ids)
+        return [None if c == "2" else 1.0 / (int(c) - 3) for c in completions]
+
+    with pytest.raises(OperatorError, match="ZeroDivisionError"):
+        run_operator(adapters.trl.reward(fragile), table())
+    done = run_operator(adapters.trl.reward(fragile, locality="row", none=-1.0), table())
+    np.testing.assert_array_equal(done.rows["reward"], [-1, np.nan, 1])
+    assert [bool(text) for text in done.rows["row_error"]] == [False, True, False]
+    assert done.rows["row_error"][1].startswith("ZeroDivisionError")
+    with pytest.raises(ConfigError, match="locality"):
+        adapters.trl.reward(fragile, locality="group")
+
+
+def test_rows_may_be_given_with_the_function_and_the_node_is_called_after_it() -> None:
+    @fr.flow
+    def flow(prompts, policy):
+        rows = fr.rollout(policy, prompts, n=2)
+        given = adapters.trl.reward(rows, by_answer) + adapters.trl.reward(rows, function=lengths, out="reward")
+        return given + adapters.trl.reward(lambda completions: [0.0] * len(completions))(rows)
+
+    assert flow.graph()["reward"]["names"] == ("by_answer", "lengths", "function_reward")
+    for wrong in (lambda: adapters.trl.reward("accuracy"), adapters.trl.reward):
+        with pytest.raises(ConfigError, match=r"reward\(function\)\(rows\) or reward\(rows, function\)"):
+            wrong()
+
+
 @fr.flow
 def learn(prompts, policy):
     rows = adapters.trl.reward(by_answer)(fr.rollout(policy, prompts, n=4))

@@ -52,6 +52,16 @@ def test_the_data_source_may_be_a_column_and_functions_may_wait() -> None:
     assert run_operator(call, table("abc", "ab", data_source=["words", "x"])).rows["length"].tolist() == [3, -1]
 
 
+def test_its_node_is_called_after_the_function() -> None:
+    @fr.flow
+    def flow(prompts, policy):
+        rows = fr.rollout(policy, prompts, n=2)
+        first = adapters.verl.reward(compute_score, source="x")(rows)
+        return first + adapters.verl.reward(rows, function=later, source="x")
+
+    assert flow.graph()["reward"]["names"] == ("compute_score", "later")
+
+
 def test_a_missing_part_is_told() -> None:
     done = run_operator(adapters.verl.reward.bind(compute_score, parts=("f1",)), table("4"))
     assert "answered score, acc, source_is and no f1" in done.rows["row_error"][0]
@@ -244,6 +254,60 @@ def test_token_advantages_get_values_and_answer_returns() -> None:
     torch.testing.assert_close(again, found)
     assert found.shape == returns.shape == (6, 5)
     assert not found[mask == 0].any()
+
+
+def test_an_estimator_that_compares_responses_needs_the_index() -> None:
+    token_rewards, mask, _ = batch_of_verl()
+    for operator in (advantages.rloo, advantages.group_norm, advantages.maxrl):
+        with pytest.raises(
+            DataError, match=f"'{operator.__name__}' compares the responses of a prompt, and verl gave no"
+        ):
+            adapters.verl.advantage_estimator(operator)(token_level_rewards=token_rewards, response_mask=mask)
+    found, _ = adapters.verl.advantage_estimator(advantages.batch_norm)(token_rewards, mask)
+    assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_what_is_not_finite_outside_the_mask_is_padding(garbage: float) -> None:
+    token_rewards, mask, index = batch_of_verl()
+    for operator in (advantages.rloo, advantages.reinforce):
+        estimate = adapters.verl.advantage_estimator(operator)
+        wanted, _ = estimate(token_rewards, mask, index)
+        found, _ = estimate(token_rewards.masked_fill(mask == 0, garbage), mask, index)
+        torch.testing.assert_close(found, wanted)
+    assert wanted.abs().sum() > 0
+
+
+def test_a_reward_at_a_tools_last_token_counts() -> None:
+    token_rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    found, _ = adapters.verl.advantage_estimator(advantages.rloo)(token_rewards, mask, ["a", "a"])
+    assert found.tolist() == [[1, 1, 0], [-1, -1, 0]]
+
+
+@pytest.mark.parametrize("where", ["argument", "attribute", "key"])
+def test_numbers_of_verl_are_used_or_refused(where: str) -> None:
+    token_rewards, mask, index = batch_of_verl()
+
+    def told(operator: object, **numbers: object) -> None:
+        config = {"attribute": SimpleNamespace(**numbers), "key": numbers}.get(where)
+        more = numbers if where == "argument" else {"config": config}
+        adapters.verl.advantage_estimator(operator)(token_rewards, mask, index, **more)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="verl was told gamma=0.5, and 'rloo' has no 'gamma'"):
+        told(advantages.rloo, gamma=0.5)
+    with pytest.raises(ConfigError, match=r"'reinforce' has gamma=1.0; advantage_estimator\(..., gamma=0.5\)"):
+        told(advantages.reinforce, gamma=0.5)
+    told(advantages.reinforce.bind(gamma=0.5), gamma=0.5)
+    told(advantages.rloo, gamma=1.0, lam=1.0)
+    if where == "argument":
+        with pytest.raises(ConfigError, match="told epsilon=0.1, and 'rloo' has no 'epsilon'"):
+            told(advantages.rloo, epsilon=0.1)
+    else:
+        with pytest.raises(ConfigError, match="norm_adv_by_std_in_grpo is False and 'group_norm' divides"):
+            told(advantages.group_norm, norm_adv_by_std_in_grpo=False)
+        told(advantages.group_norm.bind(scale="none"), norm_adv_by_std_in_grpo=False)
+        told(advantages.group_norm, norm_adv_by_std_in_grpo=True)
 
 
 def test_what_writes_no_advantage_is_refused() -> None:
