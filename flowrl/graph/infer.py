@@ -16,6 +16,7 @@ from flowrl.graph.losses import is_live, reads_of
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall, Read
 from flowrl.graph.params import refuse_incomplete
+from flowrl.graph.renaming import how_to_rename
 from flowrl.graph.types import ColumnInfo, EdgeType, RowsType, WeightsType
 from flowrl.graph.written import ROLLOUT_WRITES, adds_to, flags_rows, written_by
 from flowrl.schema import standard as s
@@ -104,12 +105,7 @@ class Inference:
             return f"apply an operator that writes it, {calls} (of {', '.join(known[:3])}{more}); {hint}"
         lacking = self._data_set_without(node, name)
         if lacking:
-            names = [c.name for c in self.given[lacking]]
-            has = ", ".join(map(repr, names))
-            return (
-                f"the data set given for '{lacking}' has {has} ({nearest(name, names)}); bring the column, "
-                f'e.g. {lacking}=fr.Data(rows, columns={{"{name}": "its name there", ...}})'
-            )
+            return how_to_rename(name, lacking, self.given[lacking])
         if rows.is_input:
             return (
                 f"{hint}; a column that only your data set has is declared with "

@@ -125,7 +125,7 @@ def test_c01_names_the_columns_of_the_data_set() -> None:
     assert [x.code for x in problems] == ["FR-C01"]
     assert problems[0].node == "math" and "'answer'" in problems[0].found
     assert "given for 'prompts' has 'prompt_id', 'prompt', 'answers'" in problems[0].fix
-    assert "did you mean 'answers'" in problems[0].fix
+    assert 'prompts=fr.Data(rows, columns={"answer": "answers", ...})' in problems[0].fix
     assert find_problems(graph, data={"prompts": ["prompt_id", "prompt", "answer"]}) == ()
 
 
