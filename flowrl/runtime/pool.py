@@ -50,6 +50,7 @@ MAX_STARTS = 3
 """Workers of one call that may die before they are ready, after one of them was."""
 
 _HEADER = struct.Struct("<Q")
+_PLAIN = frozenset({float, int, bool, str, type(None)})
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flowrl.runtime.pool import serve; "
     "serve(int(sys.argv[2]), int(sys.argv[3]))"
@@ -460,6 +461,10 @@ def _answered(function: Any, values: Any, config: dict[str, Any]) -> tuple[bytes
     try:
         value = function(*values, **config)
         blob = pickle.dumps(value)
+        if (
+            type(value) not in _PLAIN
+        ):  # what goes wrong when it is put together again goes wrong here, under the row's limit
+            pickle.loads(blob)
         if len(blob) > MAX_ANSWER_BYTES:
             raise ValueError(
                 f"it returned {len(blob)} bytes; at most {MAX_ANSWER_BYTES} come back from a worker process"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from flowrl.errors import ConfigError
+
 NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"
 """Pattern of a plain number: `math(pattern=NUMBER)` judges the last number alone."""
 
@@ -14,10 +16,18 @@ ANSWER_TAG = r"<answer>(.*?)</answer>"
 """Pattern of what stands between `<answer>` and `</answer>`."""
 
 
+def compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    """A regular expression in which `.` is any character. Errors: ConfigError for one that is none."""
+    try:
+        return re.compile(pattern, re.DOTALL | flags)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{pattern!r:.200} is no regular expression: {error}") from error
+
+
 def last_match(pattern: str, text: str) -> str | None:
     """What a regular expression finds last in a text: its first group that took part, or the whole; None for nothing."""
     found = None
-    for found in re.finditer(pattern, text, re.DOTALL):  # noqa: B007 the last one is used after the loop
+    for found in compiled(pattern).finditer(text):  # noqa: B007 the last one is used after the loop
         pass
     if found is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import re
@@ -38,6 +39,10 @@ SCORE = r"(?i:score)\s*\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_REPLY_BYTES = 4 << 20
+
+
+PATIENCE_S = 20.0
+"""Seconds beyond `timeout_s` for which a reply may go on and on."""
 
 
 def _row_limit(*, timeout_s: float = 60.0, retries: int = 3, **_: object) -> float:
@@ -82,7 +87,7 @@ def judge(
         key: name of the environment variable that holds the key, read when the request is made: a key never stands in a graph,
             a run or a message. Unset or None sends none.
         temperature, max_tokens: of the judge.
-        timeout_s: seconds one request may take between bytes.
+        timeout_s: seconds one request may take between bytes, and about as many until its end.
         retries: more attempts after a lost connection, a timeout, or status 408, 409, 425, 429 and 5xx.
         wait_s: seconds before the first retry; doubled each time, with jitter, or the server's `Retry-After`; at most 30.
         concurrency: requests under way at once.
@@ -91,8 +96,13 @@ def judge(
     Errors: ConfigError for a scale or an address that makes no sense; EngineError when the server does not answer; DataError when
     the reply holds no score.
     """
-    if not low < high:
-        raise ConfigError(f"the scale of rewards.judge needs low < high; found {low} and {high}")
+    if not -math.inf < low < high < math.inf:
+        raise ConfigError(f"the scale of rewards.judge needs low < high, both finite; found {low} and {high}")
+    if retries < 0 or concurrency < 1 or not 0 < timeout_s < math.inf or not 0 <= wait_s < math.inf:
+        raise ConfigError(
+            "rewards.judge needs retries >= 0, concurrency >= 1, timeout_s > 0 and wait_s >= 0; found "
+            f"retries={retries}, concurrency={concurrency}, timeout_s={timeout_s}, wait_s={wait_s}"
+        )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url of rewards.judge starts with http:// or https://; found {url!r}")
     known = {"prompt": str(prompt or ""), "answer": str(answer or ""), "response": str(response)}
@@ -130,14 +140,14 @@ def _asked(url: str, body: Mapping[str, Any], key: str | None, timeout_s: float,
         try:
             request = urllib.request.Request(url, data, headers)
             with urllib.request.urlopen(request, timeout=timeout_s) as found:
-                text = found.read(MAX_REPLY_BYTES + 1)
+                text = _read(found, MAX_REPLY_BYTES + 1, time.monotonic() + timeout_s + PATIENCE_S)
                 whole = found.headers.get("Content-Length") or ""
             if whole.isdigit() and len(text) < min(int(whole), MAX_REPLY_BYTES):
                 raise http.client.IncompleteRead(text, int(whole) - len(text))
             return _content(text)
         except urllib.error.HTTPError as error:
             with error:
-                why = f"status {error.code}: {error.read(500).decode('utf-8', 'replace')}"
+                why = f"status {error.code}: {error.read1(500).decode('utf-8', 'replace')}"
                 asked_wait = error.headers.get("Retry-After")
             if error.code not in RETRIED:
                 break
@@ -150,11 +160,22 @@ def _asked(url: str, body: Mapping[str, Any], key: str | None, timeout_s: float,
     raise EngineError(f"the judge at {url} did not answer after {attempt + 1} attempts; the last: {why}")
 
 
+def _read(reply: Any, most: int, deadline: float) -> bytes:
+    """What a server says, at most `most` bytes; one that never comes to its end is given up at the deadline."""
+    text = bytearray()
+    while len(text) < most and (part := reply.read1(min(most - len(text), 1 << 16))):
+        text += part
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the reply did not come to its end; {len(text)} bytes came")
+    return bytes(text)
+
+
 def _pause(attempt: int, wait_s: float, asked: str | None) -> float:
     try:
         wait = float(asked) if asked is not None else wait_s * 2**attempt * random.uniform(0.75, 1.25)
     except ValueError:  # a date
         wait = wait_s * 2**attempt
+    wait = wait_s if math.isnan(wait) else wait
     return min(max(wait, 0.0), 30.0)
 
 
@@ -163,7 +184,7 @@ def _content(text: bytes) -> str:
         raise DataError(f"the judge's reply is longer than {MAX_REPLY_BYTES} bytes")
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         shown = text[:200].decode("utf-8", "replace")
         raise DataError(f"the judge's reply is no chat completion ({type(error).__name__}): {shown!r}") from error
     if not isinstance(content, str):

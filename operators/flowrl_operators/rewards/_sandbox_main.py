@@ -35,13 +35,15 @@ MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (
     445,
     446,
 )  # the same numbers on every machine
+TAKEN = ".flattened-"
 GRACE_S = 3.0
 """Seconds beyond the limit after which the supervisor itself is given up."""
 
 
 def main() -> None:
     task = json.load(sys.stdin)
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what removes the folder
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     LIBC.prctl(PR_SET_DUMPABLE, 0)
     end = time.monotonic() + task["limits"]["total_s"]
     results: list[Json] = []
@@ -58,9 +60,17 @@ def main() -> None:
 
 def in_a_cage(run: Json, python: str, limits: Json) -> Json:
     folder = tempfile.mkdtemp(prefix="flowrl-code-")
+    try:
+        return in_folder(folder, run, python, limits)
+    finally:
+        remove(folder)
+
+
+def in_folder(folder: str, run: Json, python: str, limits: Json) -> Json:
     reader, writer = os.pipe()
     jailer = os.fork()
     if not jailer:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.close(reader)
         try:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -71,13 +81,35 @@ def in_a_cage(run: Json, python: str, limits: Json) -> Json:
             file.write(json.dumps(result).encode())
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        text = read_all(file.fileno(), time.monotonic() + limits["time_s"] + 2 * GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(jailer, signal.SIGKILL)
-    os.waitpid(jailer, 0)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with os.fdopen(reader, "rb") as file:
+            text = read_all(file.fileno(), time.monotonic() + limits["time_s"] + 2 * GRACE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(jailer, signal.SIGKILL)
+        os.waitpid(jailer, 0)
     return json.loads(text) if text else {"status": "broken", "why": "the jailer gave no result"}
+
+
+def remove(folder: str) -> None:
+    """Delete a folder, whatever a program made in it: one that is too deep to walk is flattened, level by level."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    number = 0
+    with contextlib.suppress(OSError):
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in list(os.scandir(entry.path)):
+                    number += 1
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)  # a folder that moves must be writable itself
+                    os.rename(inner.path, f"{folder}/{TAKEN}{number}")
+                os.rmdir(entry.path)
+        os.rmdir(folder)
 
 
 def read_all(fd: int, deadline: float) -> bytes:
@@ -159,8 +191,8 @@ def make_namespaces(folder: str, files_bytes: int, is_allowed: bool) -> Json:
 
 
 def write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+    with open(path, "wb") as file:  # a lone surrogate is for the program to fail on
+        file.write(text.encode("utf-8", "surrogatepass"))
 
 
 FS_WRITE = sum(1 << bit for bit in (1, 4, 5, 6, 7, 8, 9, 10, 11, 12))  # write_file, remove_*, make_*

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
 from flowrl_operators._options import checked
-from flowrl_operators.rewards._extract import BOXED, last_match
+from flowrl_operators.rewards._extract import BOXED, compiled, last_match
 
 
 def _pattern_timeout(*, pattern: str | None = None, **_: object) -> float | None:
@@ -51,14 +51,15 @@ def exact(
 @fr.reward
 def regex(response: str, *, pattern: str, whole: bool = False, ignore_case: bool = False) -> float:
     """1.0 when a regular expression matches somewhere in the response (`whole`: matches all of it), else 0.0."""
-    flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
-    match = re.fullmatch if whole else re.search
-    return float(match(pattern, response, flags) is not None)
+    found = compiled(pattern, re.IGNORECASE if ignore_case else 0)
+    return float((found.fullmatch(response) if whole else found.search(response)) is not None)
 
 
 # ---------------------------------------------------------------------------------------------------- multiple choice
 
-_BEFORE = r"(?:answer|choice|option|choose|select|pick)(?:\s+(?:is|was|would\s+be|should\s+be|option|choice))*"
+# possessive, and from a line's start not past its end: a response of nothing but line ends must not take minutes
+_BEFORE = r"(?:answer|choice|option|choose|select|pick)(?:\s++(?:is|was|would\s++be|should\s++be|option|choice))*+"
+_ASIDE = r"(?:[^\w\n]|_)*+"
 
 
 def choice_letter(text: str, *, letters: str = "ABCDE") -> str | None:
@@ -76,10 +77,10 @@ def choice_letter(text: str, *, letters: str = "ABCDE") -> str | None:
         inside = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*|[{}()\s.$]", "", box).upper()
         if len(inside) == 1 and inside in letters:
             return inside
-    said = last_match(rf"(?i:\b{_BEFORE})\s*:?[\s*(\[\"'$]*({one})(?![\w'])", text)
+    said = last_match(rf"(?i:\b{_BEFORE})\s*+:?[\s*(\[\"'$]*+({one})(?![\w'])", text)
     if said is not None:
         return said
-    return last_match(rf"\(({one})\)|(?<![\w'])({one})[.):](?=\s|$)|(?m:^[\W_]*({one})[\W_]*$)", text)
+    return last_match(rf"\(({one})\)|(?<![\w'])({one})[.):](?=\s|$)|(?m:^{_ASIDE}({one}){_ASIDE}$)", text)
 
 
 @fr.reward
@@ -206,7 +207,7 @@ def format(response: str, *, pattern: str = THINK, prefilled: str = "") -> float
         prefilled: text with which the chat template has already begun the response, e.g. `"<think>\\n"`; the sampled part
             alone would never match.
     """
-    return float(re.fullmatch(pattern, prefilled + response, re.DOTALL) is not None)
+    return float(compiled(pattern).fullmatch(prefilled + response) is not None)
 
 
 @fr.reward(timeout_s=None)

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flowrl.runtime.operators import run_operator
 from flowrl.store.rows import RowBatch
 from flowrl_operators import rewards
 from flowrl_operators.rewards._sandbox import Limits, Ran, run_programs
+from flowrl_operators.rewards._sandbox_main import remove
 
 ADD = "def add(a, b):\n    return a + b"
 QUICK = Limits(time_s=3.0)
@@ -247,16 +249,45 @@ def test_a_program_ends_with_the_process_that_runs_it(namespaces: bool) -> None:
         "from flowrl_operators.rewards._sandbox import *; "
         f"run_programs([{{'program': 'while True: pass', 'stdin': ''}}], Limits(), namespaces={namespaces})"
     )
+    before = folders()
     process = subprocess.Popen([sys.executable, "-c", command])
     end = time.monotonic() + 30
-    while not leftovers() and time.monotonic() < end:
+    while not (leftovers() and folders() - before) and time.monotonic() < end:
         time.sleep(0.02)
-    assert leftovers()
+    made = folders() - before
+    assert leftovers() and made
     process.kill()
     process.wait()
-    while leftovers() and time.monotonic() < end:
+    while (leftovers() or made & folders()) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not leftovers()
+    assert not leftovers() and not made & folders()
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_folder_too_deep_to_walk_is_removed(namespaces: bool) -> None:
+    program = "import os\nprint(os.getcwd())\nfor i in range(1500):\n    os.mkdir('d'); os.chdir('d')"
+    ran = run(program, Limits(time_s=20.0), namespaces=namespaces)
+    assert ran.status == "exit" and ran.code == 0
+    assert "flowrl-code-" in ran.stdout and not Path(ran.stdout.strip()).exists()
+
+
+def test_a_folder_is_removed_whatever_is_in_it(tmp_path: Path) -> None:
+    inside = tmp_path / "folder"
+    (inside / ".flattened-1" / "x" / "y").mkdir(parents=True)
+    (inside / ".flattened-1" / "x" / "file").write_text("1")
+    (inside / "link").symlink_to(tmp_path)
+    (inside / ".flattened-1" / "x").chmod(0)
+    remove(str(inside))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_no_utf8_fails_like_any_other() -> None:
+    assert rewards.code(said("print('\ud800')"), '[{"input": "", "output": "1"}]') == 0.0
+
+
+def folders() -> set[Path]:
+    """Folders of the sandbox."""
+    return set(Path(tempfile.gettempdir()).glob("flowrl-code-*"))
 
 
 def leftovers() -> list[str]:

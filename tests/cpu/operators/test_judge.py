@@ -1,6 +1,8 @@
 """rewards.judge against a server that misbehaves."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,7 +189,47 @@ def test_rows_are_asked_side_by_side_but_no_more_than_told() -> None:
     assert done.failed == 1 and "status 400: no" in done.rows["row_error"][2]
 
 
-@pytest.mark.parametrize("wrong", [{"low": 10.0}, {"url": "localhost:8000"}, {"url": "file:///etc/passwd"}])
+def test_a_wait_that_is_no_number_is_not_waited_for() -> None:
+    replies: list[Reply] = [(429, b"", {"Retry-After": "nan"}), said("Score: 10")]
+    with serving(lambda number, body: replies[number]) as server:
+        assert ask(server) == 1.0
+
+
+def test_a_reply_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl_operators.rewards._judge.PATIENCE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="did not come to its end"):
+            rewards.judge(
+                "r", "p", "a", model="m", url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.5, retries=0
+            )
+        assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"low": 10.0},
+        {"high": float("inf")},
+        {"low": float("nan")},
+        {"url": "localhost:8000"},
+        {"url": "file:///etc/passwd"},
+        {"retries": -1},
+        {"concurrency": 0},
+        {"timeout_s": 0.0},
+        {"wait_s": float("nan")},
+    ],
+)
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="rewards.judge"):
         rewards.judge("r", "p", "a", **{"model": "m", "url": "http://x", **wrong})

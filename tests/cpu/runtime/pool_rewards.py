@@ -19,6 +19,13 @@ class Unsendable(Exception):
         self.more = more
 
 
+class TakesItsReader:
+    """Ends the process that puts it together again."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (7,)
+
+
 @fr.reward(timeout_s=2.0, processes=True)
 def obey(response: str) -> float:
     """Do what the response says."""
@@ -66,6 +73,8 @@ def obey(response: str) -> float:
             return float(len(sys.stdin.read()))
         case "interrupt":
             raise KeyboardInterrupt
+        case "takes":
+            return TakesItsReader()  # type: ignore[return-value]
         case "fd":
             for fd in range(3, 20):
                 try:

@@ -86,6 +86,7 @@ def test_workers_stay_warm_from_call_to_call() -> None:
         ("closefds", "WorkerDied"),
         ("fd", "WorkerDied: its worker process sent nonsense"),
         ("lambda", "Can't pickle"),
+        ("takes", "WorkerDied: its worker process ended with exit status 7"),
         ("huge", "at most 67108864 come back"),
         ("text", "'reward' is a number; found str 'no number'"),
         ("none", "'reward' is a number; found NoneType"),

@@ -54,6 +54,13 @@ def test_regex_searches_or_matches_all() -> None:
     assert rewards.regex("YES", pattern="yes", ignore_case=True) == 1.0
 
 
+@pytest.mark.parametrize("reward", [rewards.regex, rewards.format, rewards.exact, rewards.f1])
+def test_a_pattern_that_is_none_is_an_error_of_the_configuration(reward: fr.Operator) -> None:
+    texts = ("a",) if reward in (rewards.regex, rewards.format) else ("a", "b")
+    with pytest.raises(ConfigError, match=r"'\(' is no regular expression: missing \)"):
+        reward(*texts, pattern="(")
+
+
 # --- GSM8K -----------------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +117,23 @@ def test_gsm8k_refuses_unknown_options(wrong: dict[str, str]) -> None:
     ],
 )
 def test_the_chosen_letter(text: str, letter: str | None) -> None:
+    assert rewards.choice_letter(text) == letter
+
+
+@pytest.mark.parametrize("text", ["\n", "answer \n", "_\n", "answer is ", "*"])
+def test_a_letter_is_looked_for_in_one_pass(text: str) -> None:
+    """With the row's time limit of 30 s for a judge: it took hours where each line end started the search anew."""
+    rows = RowBatch(
+        {"response": [text * 300_000], "answer": ["A"]}, {"response": fr.SAMPLE.str, "answer": fr.PROMPT.str}
+    )
+    done = run_operator(rewards.choice(), rows)
+    assert done.rows["reward"].tolist() == [0.0] and not done.failed
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"), [("B\n\nfoo", "B"), ("***\n\n _B_ \n\n*", "B"), ("answer\nis \n: (C", "C"), ("*B\nC*", "C")]
+)
+def test_a_letter_on_a_line_of_its_own(text: str, letter: str) -> None:
     assert rewards.choice_letter(text) == letter
 
 
