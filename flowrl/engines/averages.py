@@ -20,7 +20,7 @@ from flowrl.graph.averages import Average
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of a whole optimizer step, over all its micro-batches and ranks. Those of its parts add up: `a + b`.
+    """Counts of a whole optimizer step, over all its micro-batches and ranks. Those of its parts add up: `a + b`, `sum(parts)`.
 
     Example:
         Totals(num_tokens=4096, num_rows=64)
@@ -55,6 +55,9 @@ class Totals:
             (self.num_all_rows or 0) + (other.num_all_rows or 0) if known else None,
             prompts,
         )
+
+    def __radd__(self, other: Any) -> Totals:
+        return self if other == 0 else NotImplemented  # `sum` begins with 0
 
 
 def weights(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.engines.segments import Segments
-from flowrl.errors import OperatorError, SchemaError
+from flowrl.errors import FlowError, OperatorError, SchemaError
 from flowrl.graph.code import place_of
 from flowrl.graph.losses import SEGMENTS, Loss, Product, Scale, Sum, Term, is_live
 from flowrl.graph.operators import Read
@@ -169,7 +169,7 @@ def _term(term: Term, scope: Offer) -> Packed:
     except (Exception, SystemExit) as error:  # whatever a user's loss raises is reported with its place, and chained
         raise OperatorError(
             f"loss '{term.short_name}' ({place_of(function)}) failed: {type(error).__name__}: {error} "
-            f"(its columns: {_shapes(given)}){_per_row_hint(given, term, scope)}"
+            f"(its columns: {_shapes(given)}){_per_row_hint(error, given, term, scope)}"
         ) from error
     changed = [name for name, version in before.items() if scope.live[name]._version != version]
     if changed:
@@ -200,15 +200,20 @@ def _term(term: Term, scope: Offer) -> Packed:
     return Packed(token=answer) if term.per == "token" else Packed(sample=answer)
 
 
-def _per_row_hint(given: Mapping[str, Any], term: Term, scope: Offer) -> str:
+def _per_row_hint(error: BaseException, given: Mapping[str, Any], term: Term, scope: Offer) -> str:
     """What to write when a term per token reads a column that has one number per row, and the shapes do not fit."""
     rows = (scope.segments.num_rows,)
+    if isinstance(error, FlowError) or term.per != "token" or scope.segments.num_rows == scope.num_tokens:
+        return ""  # it says itself what is wrong; all shapes fit
     coarse = [
         read
         for read in term.reads
-        if not is_live(read) and isinstance(given[read.param], Tensor) and given[read.param].shape == rows
+        if not is_live(read)
+        and (read.type is None or read.type.granularity is not Granularity.TOKEN)
+        and isinstance(given[read.param], Tensor)
+        and given[read.param].shape == rows
     ]
-    if term.per != "token" or not coarse:
+    if not coarse:
         return ""
     read = coarse[0]
     return (

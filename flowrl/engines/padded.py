@@ -15,7 +15,7 @@ from flowrl.engines.loss_terms import Metrics, evaluate
 from flowrl.engines.segments import Segments
 from flowrl.errors import ConfigError, SchemaError
 from flowrl.graph.averages import Average
-from flowrl.graph.losses import Loss, Term, is_live
+from flowrl.graph.losses import Loss, Term, is_live, refuse_lone_weights
 from flowrl.graph.operators import Read
 from flowrl.schema.standard import LIVE, STANDARD
 from flowrl.schema.types import ColumnType, Granularity
@@ -122,6 +122,7 @@ def evaluate_padded(
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise SchemaError(f"the mask of apply_loss is a tensor [rows, tokens]; found {found}")
+    refuse_lone_weights(loss)
     _refuse_misspelt(loss, columns)
     chosen = mask != 0
     segments = Segments.of(chosen.nonzero()[:, 0], len(chosen))

@@ -41,7 +41,7 @@ def without_drift(graph: Graph, *, allowed: bool) -> tuple[Graph, tuple[Drift, .
     comes where it is used.
 
     Errors: TraceError that names everything that has changed, unless it is `allowed`; ConfigError when a configuration does
-    not fit any more.
+    not fit (any more).
     """
     found: dict[tuple[str, str], Drift] = {}
 
@@ -71,7 +71,10 @@ def without_drift(graph: Graph, *, allowed: bool) -> tuple[Graph, tuple[Drift, .
 
 
 def _now(value: Any) -> Any:
-    """The operator, loss or function behind a value of a text, where its hash is another one now; else None."""
+    """The operator, loss or function behind a value of a text, where its hash is another one now; else None.
+
+    A text's losses have not been called, so their configuration is looked at here, before anything runs.
+    """
     if value.function is not None or not value.hash:
         return None
     try:
@@ -81,7 +84,11 @@ def _now(value: Any) -> Any:
     wanted = {OperatorCall: Operator, Term: LossFunction}.get(type(value))
     if wanted is not None and not isinstance(found, wanted):
         return None
-    return found if _hash(found) != value.hash else None
+    if _hash(found) != value.hash:
+        return found
+    if isinstance(found, LossFunction):
+        found.validate(dict(value.config))
+    return None
 
 
 def _hash(found: Any) -> str:

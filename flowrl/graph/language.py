@@ -15,7 +15,7 @@ from flowrl.graph.averages import Average
 from flowrl.graph.code import FunctionRef, here
 from flowrl.graph.expressions import ColumnExpr, wrap
 from flowrl.graph.handles import Handle, Parts, Rows, Tracer, Weights, active, returned_handles
-from flowrl.graph.losses import Loss
+from flowrl.graph.losses import Loss, refuse_lone_weights
 from flowrl.graph.operators import Operator, OperatorCall
 from flowrl.graph.values import Component, ComponentFactory
 from flowrl.schema.types import TOKEN, Granularity
@@ -132,7 +132,7 @@ def update(
     engine's and the model's business and change nothing: averages are taken from sums and counts over the step.
 
     Args:
-        loss: terms that add, scale and multiply.
+        loss: terms that add, scale and multiply. A weight (`losses.truncated_importance`) multiplies; it is no part of a sum.
         average: one of `token_mean`, `token_sum`, `sequence_mean`, `sequence_sum`, `constant`, `prompt_mean` (formulas:
             `flowrl.graph.averages.AVERAGES`).
         average_length: the length that `constant` divides by.
@@ -148,6 +148,7 @@ def update(
     if not tuple(loss.terms()):
         raise TraceError(f"at {here()}: every term of this loss is multiplied by 0, so there is nothing to train on")
     try:
+        refuse_lone_weights(loss)
         chosen = Average(average, average_length, average_rows, average_eps)
     except ConfigError as error:
         raise ConfigError(f"at {here()}: {error}") from None

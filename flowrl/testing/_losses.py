@@ -49,6 +49,14 @@ SYNCS = frozenset({"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "_
 """Methods of a tensor that wait for the device."""
 
 
+@fr.loss(on_policy=False, max_staleness=None)
+def one(segments: Any) -> Tensor:
+    """1 at each token: what a weight is multiplied with to be tried."""
+    import torch
+
+    return torch.ones(len(segments.row_index), device=segments.row_index.device)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Padded tensors, as `fr.apply_loss` takes them. Shapes: B rows, T columns."""
@@ -169,7 +177,8 @@ class Trial:
 
     def forward(self, batch: Batch, leaves: dict[str, Tensor], term: Term | None = None, **how: Any) -> Tensor:
         columns = {**batch.columns, **leaves}
-        value, _ = fr.apply_loss(term or self.term, columns, batch.mask, **(how or AVERAGES[0]))
+        loss = term or self.term
+        value, _ = fr.apply_loss(one() * loss if loss.weight else loss, columns, batch.mask, **(how or AVERAGES[0]))
         return value
 
 
@@ -277,7 +286,7 @@ def gradients(trial: Trial) -> None:
         for name in batch.live:
             places = _places(batch, name)
             found = torch.stack([grads[name][place] for place in places]) if places else torch.zeros(0)
-            is_held = bool(trial.stop_gradient) or trial.term.corrects
+            is_held = bool(trial.stop_gradient) or trial.term.corrects or trial.term.weight
             kept = kept_constant(_forward(trial, batch)) if is_held else None
             plain = _differences(trial, batch, name, places, found, kept)
             if _agree(found, plain):

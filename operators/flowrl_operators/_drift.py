@@ -18,7 +18,7 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl_operators._kl import kl_estimate
-from flowrl_operators._options import checked
+from flowrl_operators._options import above_0, checked, required
 
 STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl")
 DIRECTIONS = ("from_rollout", "from_old", "both")
@@ -65,6 +65,40 @@ class ArrayRows:
         return x[self.row_index]
 
 
+def check_importance(where: str, *, level: str, log_ratio_clip: float | None, unknown: str) -> None:
+    """Refuse options of `importance` that make no sense. Errors: ConfigError."""
+    checked("level", level, LEVELS, where)
+    checked("unknown", unknown, UNKNOWN, where)
+    required(f"{where} needs log_ratio_clip > 0 or None", above_0(log_ratio_clip), log_ratio_clip=log_ratio_clip)
+
+
+def check_within(
+    where: str,
+    *,
+    low: float | None,
+    high: float | None,
+    statistic: str,
+    direction: str,
+    over: str,
+    log_ratio_clip: float | None,
+    unknown: str,
+) -> None:
+    """Refuse options of `within` that make no sense. Errors: ConfigError."""
+    checked("statistic", statistic, STATISTICS, where)
+    checked("direction", direction, DIRECTIONS, where)
+    checked("over", over, OVER, where)
+    checked("unknown", unknown, UNKNOWN, where)
+    if statistic == "ratio" and direction != "from_rollout":
+        raise ConfigError(
+            f"{where}: a ratio has no direction; for statistic='ratio' leave it out; found direction={direction!r}"
+        )
+    is_bounded = (low is not None or high is not None) and (low is None or high is None or low <= high)
+    required(f"{where} needs low, high or both, low <= high", is_bounded, low=low, high=high)
+    if statistic == "ratio":
+        required(f"{where}: the ratio of two probabilities is above 0", above_0(high), high=high)
+    required(f"{where} needs log_ratio_clip > 0 or None", above_0(log_ratio_clip), log_ratio_clip=log_ratio_clip)
+
+
 def importance(
     xp: Any, rows: Rows, old: Any, rollout: Any, *, level: str, log_ratio_clip: float | None, unknown: str
 ) -> tuple[Any, Any]:
@@ -74,7 +108,6 @@ def importance(
     Args:
         xp: the module the values belong to, `torch` or `numpy`.
     """
-    checked("level", level, LEVELS, "importance weights")
     log_ratio, is_unknown = _known(xp, old, rollout, unknown)
     if level != "token":
         log_ratio = rows.spread(rows.sum(log_ratio) if level == "sequence" else rows.mean(log_ratio))
@@ -101,13 +134,6 @@ def within(
     unknown: str,
 ) -> Any:
     """[T] bool: the tokens whose statistic, or whose row's, lies in [low, high]."""
-    checked("statistic", statistic, STATISTICS, "a mask by drift")
-    checked("direction", direction, DIRECTIONS, "a mask by drift")
-    checked("over", over, OVER, "a mask by drift")
-    if statistic == "ratio" and direction != "from_rollout":
-        raise ConfigError(
-            f"a ratio has no direction; for statistic='ratio' leave it out; found direction={direction!r}"
-        )
     least, most = _bounds(statistic, low, high)
     log_ratio, is_unknown = _known(xp, old, rollout, unknown)
     held = _held(log_ratio, log_ratio_clip)
@@ -148,7 +174,6 @@ def _binary_kl(xp: Any, first: Any, second: Any) -> Any:
 
 def _known(xp: Any, old: Any, rollout: Any, unknown: str) -> tuple[Any, Any]:
     """(log-ratio without the values that are not known, which tokens count as unknown); see the note above."""
-    checked("unknown", unknown, UNKNOWN, "log-ratios")
     log_ratio = old - rollout
     strange = xp.isnan(log_ratio) if unknown == "extreme" else ~xp.isfinite(log_ratio)
     counts_as = -xp.inf if unknown == "least" else 0.0
@@ -156,12 +181,8 @@ def _known(xp: Any, old: Any, rollout: Any, unknown: str) -> tuple[Any, Any]:
 
 
 def _bounds(statistic: str, low: float | None, high: float | None) -> tuple[float, float]:
-    if (low is None and high is None) or (low is not None and high is not None and low > high):
-        raise ConfigError(f"a mask needs low, high or both, low <= high; found low={low!r}, high={high!r}")
     if statistic != "ratio":
         return -np.inf if low is None else low, np.inf if high is None else high
-    if high is not None and not high > 0:
-        raise ConfigError(f"the ratio of two probabilities is above 0; found high={high!r}")
     return -np.inf if low is None or low <= 0 else float(np.log(low)), np.inf if high is None else float(np.log(high))
 
 

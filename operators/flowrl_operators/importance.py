@@ -6,7 +6,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._drift import ArrayRows, importance
+from flowrl_operators._drift import ArrayRows, check_importance, importance
 from flowrl_operators._options import checked
 
 __all__ = ["importance_weights"]
@@ -52,6 +52,7 @@ def importance_weights(
     checked("outside", outside, ("truncate", "zero"), "importance_weights")
     if not 0 <= low <= most or not most > 0:
         raise ConfigError(f"importance_weights needs 0 <= low <= high and high > 0; found low={low!r}, high={high!r}")
+    check_importance("importance_weights", level=level, log_ratio_clip=log_ratio_clip, unknown=unknown)
     inside = loss_mask.values.astype(bool)
     rows = ArrayRows(loss_mask.row_index[inside], len(loss_mask))
     old = old_logprobs.values[inside].astype(np.float64)

@@ -5,11 +5,13 @@ A loss term that multiplies with 0 (`losses.within_drift`) keeps the tokens in t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._drift import ArrayRows, within
+from flowrl_operators._drift import ArrayRows, check_within, within
 from flowrl_operators.filters import staleness, versions
 
 __all__ = ["drift", "scored", "second_moment", "stale"]
@@ -51,23 +53,22 @@ def drift(
         unknown: what a token whose l is not finite counts as: `"drop"`: it, or its row, goes; `"equal"`: l = 0;
             `"extreme"`: NaN l = 0 and infinite ones as beyond every bound.
     """
+    options: dict[str, Any] = {
+        "low": low,
+        "high": high,
+        "statistic": statistic,
+        "direction": direction,
+        "over": over,
+        "log_ratio_clip": log_ratio_clip,
+        "unknown": unknown,
+    }
+    check_within("masks.drift", **options)
     inside = loss_mask.values.astype(bool)
     rows = ArrayRows(loss_mask.row_index[inside], len(loss_mask))
     kept = np.zeros(len(inside), bool)
     with np.errstate(over="ignore", invalid="ignore"):
-        kept[inside] = within(
-            np,
-            rows,
-            old_logprobs.values[inside].astype(np.float64),
-            rollout_logprobs.values[inside].astype(np.float64),
-            statistic=statistic,
-            direction=direction,
-            over=over,
-            low=low,
-            high=high,
-            log_ratio_clip=log_ratio_clip,
-            unknown=unknown,
-        )
+        old, rollout = (side.values[inside].astype(np.float64) for side in (old_logprobs, rollout_logprobs))
+        kept[inside] = within(np, rows, old, rollout, **options)
     return fr.Ragged.like(kept, loss_mask)
 
 

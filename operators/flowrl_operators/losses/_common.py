@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
+from flowrl_operators._options import above_0, at_least_0, checked, required
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,22 @@ Bound = float | tuple[float | None, float | None] | None
 """A bound on both sides, a lower and an upper one (None: open), or none at all."""
 
 LEVELS = ("token", "sequence", "geometric", "geometric_token")
+
+
+def check_ratio(where: str, *, level: str = "token", log_ratio_clip: Bound = None, count_eps: float = 0.0) -> None:
+    """Refuse options of a policy loss's ratio that make no sense; see `log_ratio`."""
+    checked("level", level, LEVELS, where)
+    if isinstance(log_ratio_clip, tuple):
+        low, high = log_ratio_clip if len(log_ratio_clip) == 2 else (1, 0)
+        is_bound = low is None or high is None or low < high
+    else:
+        is_bound = above_0(log_ratio_clip)
+    required(
+        f"{where} needs log_ratio_clip > 0, or (low, high) with low < high, either of them None",
+        is_bound,
+        log_ratio_clip=log_ratio_clip,
+    )
+    required(f"{where} needs count_eps >= 0", at_least_0(count_eps), count_eps=count_eps)
 
 
 def held(values: Tensor, bound: Bound) -> Tensor:
@@ -34,7 +50,6 @@ def log_ratio(
     Levels: `token`: d of each token; `sequence`: their sum over the row, the ratio of whole responses; `geometric`: their
     mean over the row; `geometric_token`: the same value, differentiated through the own token only.
     """
-    checked("level", level, LEVELS, "the ratio of a policy loss")
     difference = logprobs - old_logprobs
     if level == "token":
         return held(difference, bound)
@@ -55,8 +70,6 @@ def row_mean(values: Tensor, segments: Any, count_eps: float = 0.0) -> Tensor:
     if not count_eps:
         found: Tensor = segments.mean(values)
         return found
-    if not count_eps > 0:
-        raise ConfigError(f"count_eps is a number of at least 0; found {count_eps!r}")
     padded: Tensor = segments.sum(values) / (segments.lengths.to(values.dtype) + count_eps)
     return padded
 

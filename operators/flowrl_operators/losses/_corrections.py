@@ -1,7 +1,8 @@
 """Weights that correct for rows the trained policy did not sample itself, and masks that leave the farthest out.
 
-They multiply another term: `ppo_clip(0.2) * truncated_importance(2.0)`. None of them has a gradient. A rejected token gets
-weight 0 here and stays in the count that an average divides by; `flowrl_operators.masks` takes it out of the count too.
+They multiply another term, `ppo_clip(0.2) * truncated_importance(2.0)`, and are refused as a part of a sum. None of them has a
+gradient. A rejected token gets weight 0 here and stays in the count that an average divides by; `flowrl_operators.masks` takes it
+out of the count too.
 
 Notation: o = old_logprobs, q = rollout_logprobs, x = logprobs, l = o - q, r = exp(l). Where the rows have no `old_logprobs`,
 o is the live policy. For `unknown` see [Note: A token whose log-ratio is not known] in `flowrl_operators/_drift.py`.
@@ -12,16 +13,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
-from flowrl.errors import ConfigError
-from flowrl_operators._drift import importance, within
-from flowrl_operators._options import checked
+from flowrl_operators._drift import check_importance, check_within, importance, within
+from flowrl_operators._options import above_0, at_least_0, checked, required
 from flowrl_operators.losses._common import row_mean
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss(corrects=True, max_staleness=None)
+def _check_truncated(*, cap: float | None, floor: float, **options: Any) -> None:
+    required(
+        "truncated_importance needs 0 <= floor <= cap and cap > 0",
+        above_0(cap) and at_least_0(floor) and (cap is None or floor <= cap),
+        floor=floor,
+        cap=cap,
+    )
+    check_importance("truncated_importance", **options)
+
+
+@fr.loss(corrects=True, max_staleness=None, check=_check_truncated)
 def truncated_importance(
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     rollout_logprobs: fr.TOKEN.f32,
@@ -51,10 +61,6 @@ def truncated_importance(
     """
     import torch
 
-    if (cap is not None and not cap > 0) or not 0 <= floor <= (torch.inf if cap is None else cap):
-        raise ConfigError(
-            f"truncated_importance needs 0 <= floor <= cap and cap > 0; found floor={floor!r}, cap={cap!r}"
-        )
     old = old_logprobs.detach()
     ratio, is_known = importance(
         torch, segments, old, rollout_logprobs, level=level, log_ratio_clip=log_ratio_clip, unknown=unknown
@@ -64,14 +70,20 @@ def truncated_importance(
     return weight, {"importance": ratio, "importance_capped": capped}
 
 
-@fr.loss(corrects=True, max_staleness=None)
+def _check_masked(*, low: float, high: float | None, **options: Any) -> None:
+    is_range = at_least_0(low) and (high is None or low <= high)
+    required("masked_importance needs 0 <= low <= high", is_range, low=low, high=high)
+    check_importance("masked_importance", **options)
+
+
+@fr.loss(corrects=True, max_staleness=None, check=_check_masked)
 def masked_importance(
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     rollout_logprobs: fr.TOKEN.f32,
     segments: Any,
     *,
     low: float = 0.5,
-    high: float | None = 2.0,
+    high: float | None = 5.0,
     level: str = "token",
     log_ratio_clip: float | None = 20.0,
     unknown: str = "drop",
@@ -82,7 +94,8 @@ def masked_importance(
     (arXiv 2510.18855) on tokens; on whole responses MIS (Liu et al., "When Speed Kills Stability", 2025).
 
     Args:
-        low, high: the weights that count, the bounds included; `high=None` has no upper one.
+        low, high: the weights that count, the bounds included; `high=None` has no upper one. The defaults are IcePop's
+            (prime-rl takes 0.2 and 5).
         level, log_ratio_clip, unknown: as in `truncated_importance`.
 
     Keep tokens by another statistic than their weight with `truncated_importance(None) * within_drift(...)`.
@@ -90,8 +103,6 @@ def masked_importance(
     """
     import torch
 
-    if not 0 <= low <= (torch.inf if high is None else high):
-        raise ConfigError(f"masked_importance needs 0 <= low <= high; found low={low!r}, high={high!r}")
     old = old_logprobs.detach()
     ratio, is_known = importance(
         torch, segments, old, rollout_logprobs, level=level, log_ratio_clip=log_ratio_clip, unknown=unknown
@@ -101,7 +112,11 @@ def masked_importance(
     return weight, {"importance": ratio, "importance_masked": (~kept).to(ratio.dtype)}
 
 
-@fr.loss(on_policy=False, max_staleness=0)
+def _check_within_drift(**options: Any) -> None:
+    check_within("within_drift", **options)
+
+
+@fr.loss(on_policy=False, max_staleness=0, weight=True, check=_check_within_drift)
 def within_drift(
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
     rollout_logprobs: fr.TOKEN.f32,
@@ -152,7 +167,7 @@ def within_drift(
     return kept, {"drift_masked": 1 - kept}
 
 
-@fr.loss(on_policy=False, max_staleness=0)
+@fr.loss(on_policy=False, max_staleness=0, weight=True)
 def off_policy_mask(
     logprobs: fr.TOKEN.f32,
     behaviour_logprobs: fr.TOKEN.f32.named_by("against"),
@@ -178,7 +193,12 @@ def off_policy_mask(
     return kept, {"off_policy_masked": 1 - kept}
 
 
-@fr.loss(corrects=True, max_staleness=None)
+def _check_stored(*, by: str, level: str, count_eps: float) -> None:
+    checked("level", level, ("token", "geometric"), "stored_importance")
+    required("stored_importance needs count_eps >= 0", at_least_0(count_eps), count_eps=count_eps)
+
+
+@fr.loss(corrects=True, max_staleness=None, check=_check_stored)
 def stored_importance(
     weight: fr.TOKEN.f32.named_by("by"),
     segments: Any,
@@ -200,7 +220,6 @@ def stored_importance(
 
     Metrics: `importance`.
     """
-    checked("level", level, ("token", "geometric"), "stored_importance")
     if level == "token":
         return weight, {"importance": weight}
     chosen = segments.spread(row_mean((weight + 1e-10).log(), segments, count_eps).exp())

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import flowrl as fr
-from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
-from flowrl_operators.losses._common import Bound, fraction, held
+from flowrl_operators._options import above_0, checked, required
+from flowrl_operators.losses._common import Bound, check_ratio, fraction, held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +27,29 @@ if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss(locality="batch")
+def _check_clip_cov(
+    *,
+    clip: float,
+    high: float | None,
+    low_cov: float,
+    high_cov: float,
+    share: float,
+    seed: int,
+    log_ratio_clip: Bound,
+) -> None:
+    required(
+        "clip_cov needs clip > 0, high > 0, low_cov < high_cov and share between 0 and 1",
+        above_0(clip, high) and low_cov < high_cov and 0 <= share <= 1,
+        clip=clip,
+        high=high,
+        low_cov=low_cov,
+        high_cov=high_cov,
+        share=share,
+    )
+    check_ratio("clip_cov", log_ratio_clip=log_ratio_clip)
+
+
+@fr.loss(locality="batch", check=_check_clip_cov)
 def clip_cov(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -57,11 +78,6 @@ def clip_cov(
     """
     import torch
 
-    if not 0 <= share <= 1 or not low_cov < high_cov or not clip > 0:
-        raise ConfigError(
-            f"clip_cov needs clip > 0, low_cov < high_cov and share between 0 and 1; found clip={clip!r}, "
-            f"low_cov={low_cov!r}, high_cov={high_cov!r}, share={share!r}"
-        )
     ratio = held(logprobs - old_logprobs, log_ratio_clip).exp()
     free = -ratio * advantages
     bound = -ratio.clamp(1 - clip, 1 + (clip if high is None else high)) * advantages
@@ -78,7 +94,12 @@ def clip_cov(
     return loss, {"clip_fraction": fraction(is_clipped, loss), "cov_fraction": fraction(is_left_out, loss)}
 
 
-@fr.loss(locality="batch")
+def _check_kl_cov(*, share: float, coef: float, log_ratio_clip: Bound) -> None:
+    required("kl_cov needs 0 < share <= 1 and coef >= 0", 0 < share <= 1 and coef >= 0, share=share, coef=coef)
+    check_ratio("kl_cov", log_ratio_clip=log_ratio_clip)
+
+
+@fr.loss(locality="batch", check=_check_kl_cov)
 def kl_cov(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -99,8 +120,6 @@ def kl_cov(
     """
     import torch
 
-    if not 0 < share <= 1 or not coef >= 0:
-        raise ConfigError(f"kl_cov needs 0 < share <= 1 and coef >= 0; found share={share!r}, coef={coef!r}")
     difference = held(logprobs - old_logprobs, log_ratio_clip)
     ratio = difference.exp()
     cov = _covariance(logprobs, advantages)
@@ -111,7 +130,12 @@ def kl_cov(
     return loss, {"ratio": ratio.detach(), "cov_fraction": fraction(is_held, ratio)}
 
 
-@fr.loss(locality="batch", on_policy=False)
+def _check_top_entropy(*, share: float, threshold: str) -> None:
+    required("top_entropy needs 0 < share <= 1", 0 < share <= 1, share=share)
+    checked("threshold", threshold, ("exact", "float32"), "top_entropy")
+
+
+@fr.loss(locality="batch", on_policy=False, weight=True, check=_check_top_entropy)
 def top_entropy(entropy: fr.TOKEN.f32, *, share: float = 0.2, threshold: str = "exact") -> Output:
     """A weight to multiply another term with: 1 at the share of tokens of greatest entropy, 0 elsewhere, without gradient.
 
@@ -126,10 +150,7 @@ def top_entropy(entropy: fr.TOKEN.f32, *, share: float = 0.2, threshold: str = "
 
     Metrics: `entropy`, `learning_fraction`.
     """
-    if not 0 < share <= 1:
-        raise ConfigError(f"top_entropy needs 0 < share <= 1; found {share!r}")
     seen = entropy.detach()
-    checked("threshold", threshold, ("exact", "float32"), "top_entropy")
     values = seen.float() if threshold == "float32" else seen
     chosen = fraction(seen >= _quantile(values, 1 - share), seen) if len(seen) else seen
     return chosen, {"entropy": seen, "learning_fraction": chosen}

@@ -18,8 +18,8 @@ import math
 from typing import TYPE_CHECKING
 
 import flowrl as fr
-from flowrl.errors import ConfigError, DataError
-from flowrl_operators._options import checked
+from flowrl.errors import DataError
+from flowrl_operators._options import above_0, checked, required
 from flowrl_operators.losses._common import held
 
 if TYPE_CHECKING:
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 LOGITS, TOP_IDS, TOP_LOGPROBS = fr.TOKEN.f32["V"], fr.TOKEN.i32["k"], fr.TOKEN.f32["k"]
 
 
-@fr.loss(on_policy=False, max_staleness=None)
+def _check_jsd(*, beta: float, temperature: float) -> None:
+    required(
+        "jsd needs 0 <= beta <= 1 and temperature > 0",
+        0 <= beta <= 1 and temperature > 0,
+        beta=beta,
+        temperature=temperature,
+    )
+
+
+@fr.loss(on_policy=False, max_staleness=None, check=_check_jsd)
 def jsd(
     logits: LOGITS,
     teacher_logits: LOGITS,
@@ -50,10 +59,6 @@ def jsd(
     Shapes: both logits [T, V] (a teacher's whole logits are large: for real vocabularies see `forward_kl` and `reverse_kl`).
     Metrics: `divergence`, `student_entropy` (nats).
     """
-    if not 0 <= beta <= 1 or not temperature > 0:
-        raise ConfigError(
-            f"jsd needs 0 <= beta <= 1 and temperature > 0; found beta={beta!r}, temperature={temperature!r}"
-        )
     if logits.shape != teacher_logits.shape:
         raise DataError(
             f"jsd needs the student's and the teacher's logits over one vocabulary; found {list(logits.shape)} and "
@@ -72,7 +77,14 @@ def jsd(
     return value, {"divergence": value.detach(), "student_entropy": _entropy(ours.detach())}
 
 
-@fr.loss(on_policy=False, max_staleness=None)
+def _check_forward_kl(*, outside: str, min_logprob: float | None) -> None:
+    checked("outside", outside, ("bucket", "renormalise", "ignore"), "forward_kl")
+    required(
+        "forward_kl needs min_logprob < 0 or None", min_logprob is None or min_logprob < 0, min_logprob=min_logprob
+    )
+
+
+@fr.loss(on_policy=False, max_staleness=None, check=_check_forward_kl)
 def forward_kl(
     logits: LOGITS,
     teacher_ids: TOP_IDS,
@@ -93,7 +105,6 @@ def forward_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `forward_kl`, `inside_mass` (the student's probability of the k).
     """
-    checked("outside", outside, ("bucket", "renormalise", "ignore"), "forward_kl")
     ours, theirs = _log_softmax(logits).gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
     rest = _rest(theirs, ours) if outside == "bucket" else None
@@ -107,7 +118,12 @@ def forward_kl(
     return value, {"forward_kl": value.detach(), "inside_mass": mass}
 
 
-@fr.loss(on_policy=False, max_staleness=None)
+def _check_reverse_kl(*, outside: str, floor: float) -> None:
+    checked("outside", outside, ("bucket", "renormalise", "ignore", "floor"), "reverse_kl")
+    required("reverse_kl needs a log-probability as floor, floor <= 0", floor <= 0, floor=floor)
+
+
+@fr.loss(on_policy=False, max_staleness=None, check=_check_reverse_kl)
 def reverse_kl(
     logits: LOGITS,
     teacher_ids: TOP_IDS,
@@ -127,7 +143,6 @@ def reverse_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `reverse_kl`, `inside_mass` (the student's probability of the k).
     """
-    checked("outside", outside, ("bucket", "renormalise", "ignore", "floor"), "reverse_kl")
     everything = _log_softmax(logits)
     ours, theirs = everything.gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
@@ -143,7 +158,16 @@ def reverse_kl(
     return value, {"reverse_kl": value.detach(), "inside_mass": mass}
 
 
-@fr.loss(max_staleness=None, corrects=True)
+def _check_distillation_gradient(*, teacher: str, max_drop: float | None, log_ratio_clip: float | None) -> None:
+    required(
+        "distillation_gradient needs max_drop > 0 and log_ratio_clip > 0, or None",
+        above_0(max_drop, log_ratio_clip),
+        max_drop=max_drop,
+        log_ratio_clip=log_ratio_clip,
+    )
+
+
+@fr.loss(max_staleness=None, corrects=True, weight=False, check=_check_distillation_gradient)
 def distillation_gradient(
     logprobs: fr.TOKEN.f32,
     rollout_logprobs: fr.TOKEN.f32,

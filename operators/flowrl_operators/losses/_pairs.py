@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import required
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +25,6 @@ REDUCTIONS = ("sum", "mean")
 
 def row_scores(per_token: Tensor, segments: Any, reduce: str) -> Tensor:
     """[T] to [N]: the sum or mean over each row's trained tokens; 0 for rows without. Half precision is summed in float32."""
-    if reduce not in REDUCTIONS:
-        raise ConfigError(f"a response's score is reduce='sum' or reduce='mean' over its tokens; found {reduce!r}")
     wide = per_token.float() if per_token.element_size() < 4 else per_token
     return segments.sum(wide) if reduce == "sum" else segments.mean(wide)
 
@@ -79,18 +78,24 @@ def on_both_rows(loss: Tensor, rewards: tuple[Tensor, Tensor], winners: Tensor, 
     return at_both_rows(loss, winners, losers), metrics
 
 
-def check_beta(name: str, beta: float) -> None:
-    """Refuse a strength that is not positive."""
-    if not beta > 0:
-        raise ConfigError(f"{name} needs beta > 0; found {beta!r}")
+def check_pairs(name: str, *, beta: float = 1.0, reduce: str = "sum", label_smoothing: float = 0.0) -> None:
+    """Refuse options that losses of pairs share and that make no sense. Errors: ConfigError."""
+    required(f"{name} needs beta > 0", beta > 0, beta=beta)
+    if reduce not in REDUCTIONS:
+        raise ConfigError(
+            f"{name}: a response's score is reduce='sum' or reduce='mean' over its tokens; found {reduce!r}"
+        )
+    required(
+        f"{name}: label_smoothing is a chance, 0 <= label_smoothing < 1",
+        0 <= label_smoothing < 1,
+        label_smoothing=label_smoothing,
+    )
 
 
 def smoothed(lead: Tensor, label_smoothing: float) -> Tensor:
     """-log sigmoid(lead), or with a chance e that the pair is the wrong way round (1 - e) of it plus e of the swapped pair's."""
     from torch.nn.functional import logsigmoid
 
-    if not 0 <= label_smoothing < 1:
-        raise ConfigError(f"label_smoothing is a chance, 0 <= label_smoothing < 1; found {label_smoothing!r}")
     loss = -logsigmoid(lead)
     return loss if not label_smoothing else (1 - label_smoothing) * loss - label_smoothing * logsigmoid(-lead)
 

@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING, Any
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators._kl import kl_estimate
-from flowrl_operators.losses._common import Bound, fraction, held, log_ratio
+from flowrl_operators._options import above_0, at_least_0, required
+from flowrl_operators.losses._common import Bound, check_ratio, fraction, held, log_ratio
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss
+def _check_ppo_clip(*, clip: float, high: float | None, dual: float | None, row_advantage: bool, **ratio: Any) -> None:
+    required(
+        "ppo_clip needs clip > 0, high > 0 and dual > 1",
+        clip > 0 and above_0(high) and (dual is None or dual > 1),
+        clip=clip,
+        high=high,
+        dual=dual,
+    )
+    check_ratio("ppo_clip", **ratio)
+
+
+@fr.loss(check=_check_ppo_clip)
 def ppo_clip(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -62,10 +74,6 @@ def ppo_clip(
     """
     import torch
 
-    if not clip > 0 or (high is not None and not high > 0) or (dual is not None and not dual > 1):
-        raise ConfigError(
-            f"ppo_clip needs clip > 0, high > 0 and dual > 1; found clip={clip!r}, high={high!r}, dual={dual!r}"
-        )
     difference = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip, count_eps=count_eps)
     if row_advantage:
         if segments is None:
@@ -96,7 +104,12 @@ def reinforce(logprobs: fr.TOKEN.f32, advantages: fr.TOKEN.f32.or_broadcast("adv
     return -advantages * logprobs
 
 
-@fr.loss
+def _check_cispo(*, high: float, low: float | None, drop: bool, **ratio: Any) -> None:
+    required("cispo needs high >= 0, and low > 0 or None", high >= 0 and above_0(low), high=high, low=low)
+    check_ratio("cispo", **ratio)
+
+
+@fr.loss(check=_check_cispo)
 def cispo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -125,8 +138,6 @@ def cispo(
     """
     import torch
 
-    if not high >= 0 or (low is not None and not low > 0):
-        raise ConfigError(f"cispo needs high >= 0 and low > 0 or None; found high={high!r}, low={low!r}")
     ratio = log_ratio(logprobs.detach(), old_logprobs, segments, level, log_ratio_clip).exp()
     floor = -torch.inf if low is None else 1 - low
     weight = ratio.clamp(None if low is None else floor, 1 + high)
@@ -142,7 +153,18 @@ def cispo(
     return -weight * advantages * logprobs, metrics
 
 
-@fr.loss
+def _check_topr(*, low: float, high: float, positive: float, negative: float, log_ratio_clip: Bound) -> None:
+    required("topr needs low <= high", low <= high, low=low, high=high)
+    required(
+        "topr needs positive >= 0 and negative >= 0",
+        at_least_0(positive, negative),
+        positive=positive,
+        negative=negative,
+    )
+    check_ratio("topr", log_ratio_clip=log_ratio_clip)
+
+
+@fr.loss(check=_check_topr)
 def topr(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -168,14 +190,17 @@ def topr(
     """
     import torch
 
-    if not low <= high:
-        raise ConfigError(f"topr needs low <= high; found low={low!r}, high={high!r}")
     ratio = held((logprobs - old_logprobs).detach(), log_ratio_clip).exp()
     weight = torch.where(rewards > 0, positive, negative * ratio.clamp(low, high))
     return -weight * advantages * logprobs, {"ratio": ratio}
 
 
-@fr.loss
+def _check_sapo(*, tau: float, negative_tau: float, **ratio: Any) -> None:
+    required("sapo needs tau > 0 and negative_tau > 0", above_0(tau, negative_tau), tau=tau, negative_tau=negative_tau)
+    check_ratio("sapo", **ratio)
+
+
+@fr.loss(check=_check_sapo)
 def sapo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -200,15 +225,17 @@ def sapo(
     """
     import torch
 
-    if not (tau > 0 and negative_tau > 0):
-        raise ConfigError(f"sapo needs tau > 0 and negative_tau > 0; found {tau!r} and {negative_tau!r}")
     ratio = log_ratio(logprobs, old_logprobs, segments, level, log_ratio_clip).exp()
     sharpness = torch.where(advantages > 0, ratio.new_tensor(tau), ratio.new_tensor(negative_tau))
     gate = 4 / sharpness * torch.sigmoid(sharpness * (ratio - 1))
     return -gate * advantages, {"ratio": ratio.detach()}
 
 
-@fr.loss
+def _check_dro(*, beta: float) -> None:
+    required("dro needs beta >= 0", beta >= 0, beta=beta)
+
+
+@fr.loss(check=_check_dro)
 def dro(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -222,7 +249,5 @@ def dro(
 
     Metrics: `squared_log_ratio`.
     """
-    if not beta >= 0:
-        raise ConfigError(f"dro needs beta >= 0; found {beta!r}")
     squared = (logprobs - old_logprobs).square()
     return -advantages * logprobs + beta / 2 * squared, {"squared_log_ratio": squared.detach()}

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
+from flowrl_operators._options import required
 from flowrl_operators.losses._pairs import (
     bounded_exponent,
-    check_beta,
+    check_pairs,
     find_pairs,
     on_both_rows,
     row_scores,
@@ -32,7 +33,37 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 SMOOTHED_KINDS = ("sigmoid", "robust", "exo")
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_dpo(
+    *,
+    beta: float,
+    label_smoothing: float,
+    kind: str,
+    reduce: str,
+    divergence: str,
+    alpha: float,
+    tau: float,
+) -> None:
+    e = label_smoothing
+    if kind not in DPO_KINDS:
+        raise ConfigError(f"dpo knows the kinds {', '.join(DPO_KINDS)}; found {kind!r}")
+    if divergence not in DIVERGENCES:
+        raise ConfigError(f"dpo knows the divergences {', '.join(DIVERGENCES)}; found {divergence!r}")
+    if e and kind not in SMOOTHED_KINDS:
+        raise ConfigError(
+            f"label_smoothing is for the kinds {', '.join(SMOOTHED_KINDS)}; found {e!r} with kind={kind!r}"
+        )
+    check_pairs("dpo", beta=beta, reduce=reduce, label_smoothing=e)
+    required(
+        "dpo needs label_smoothing under 0.5 for kind='robust', between 0 and 1 (usually 1e-3) for kind='exo', and tau > 0 for "
+        "kind='discopop'",
+        (kind != "robust" or e < 0.5) and (kind != "exo" or e > 0) and (kind != "discopop" or tau > 0),
+        kind=kind,
+        label_smoothing=e,
+        tau=tau,
+    )
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_dpo)
 def dpo(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -80,7 +111,6 @@ def dpo(
     Metrics per row: `preference_accuracy`, `preference_margin` (beta D), `chosen_reward`, `rejected_reward` (beta h), with h
     before the divergence.
     """
-    check_beta("dpo", beta)
     h = row_scores(logprobs - ref_logprobs, segments, reduce)
     worth = h if divergence == "reverse_kl" else _diverged(logprobs - ref_logprobs, segments, reduce, divergence, alpha)
     winners, losers = find_pairs(pair_id, chosen)
@@ -88,7 +118,11 @@ def dpo(
     return on_both_rows(loss, (beta * h[winners], beta * h[losers]), winners, losers)
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_ipo(*, beta: float, reduce: str) -> None:
+    check_pairs("ipo", beta=beta, reduce=reduce)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_ipo)
 def ipo(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -104,14 +138,17 @@ def ipo(
     From Azar et al. (arXiv 2310.12036), whose D is over whole responses, as in OpenRLHF. TRL divides each h by the number of
     its tokens: `reduce="mean"`. The same as `dpo(kind="ipo")`. Metrics as in `dpo`.
     """
-    check_beta("ipo", beta)
     h = row_scores(logprobs - ref_logprobs, segments, reduce)
     winners, losers = find_pairs(pair_id, chosen)
     loss = _pair_loss("ipo", h[winners], h[losers], beta, 0.0, 1.0)
     return on_both_rows(loss, (beta * h[winners], beta * h[losers]), winners, losers)
 
 
-@fr.loss(locality="batch", per="sample", on_policy=False, max_staleness=None)
+def _check_aot(*, beta: float, label_smoothing: float, paired: bool) -> None:
+    check_pairs("aot", beta=beta, label_smoothing=label_smoothing)
+
+
+@fr.loss(locality="batch", per="sample", on_policy=False, max_staleness=None, check=_check_aot)
 def aot(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -138,7 +175,6 @@ def aot(
     """
     import torch
 
-    check_beta("aot", beta)
     h = row_scores(logprobs - ref_logprobs, segments, "sum")
     if paired:
         if pair_id is None:
@@ -172,11 +208,9 @@ def _diverged(per_token: Tensor, segments: Any, reduce: str, divergence: str, al
             value = -torch.expm1(bounded_exponent(-h))
         case "js":
             value = math.log(2) + logsigmoid(h)
-        case "alpha":
+        case _:
             power = alpha - 1
             value = h if abs(power) < 1e-6 else torch.expm1(bounded_exponent(power * h)) / power
-        case _:
-            raise ConfigError(f"dpo knows the divergences {', '.join(DIVERGENCES)}; found {divergence!r}")
     return value if reduce == "sum" else value / segments.lengths.clamp(min=1)
 
 
@@ -185,15 +219,11 @@ def _pair_loss(kind: str, ours: Tensor, theirs: Tensor, beta: float, e: float, t
     import torch
     from torch.nn.functional import logsigmoid
 
-    if e and kind not in SMOOTHED_KINDS:
-        raise ConfigError(
-            f"label_smoothing is for the kinds {', '.join(SMOOTHED_KINDS)}; found {e!r} with kind={kind!r}"
-        )
     up, down, lead = beta * ours, beta * theirs, beta * (ours - theirs)
     match kind:
         case "sigmoid":
             return smoothed(lead, e)
-        case "robust" if 0 <= e < 0.5:
+        case "robust":
             return ((e - 1) * logsigmoid(lead) + e * logsigmoid(-lead)) / (1 - 2 * e)
         case "hinge":
             return (1 - lead).relu()
@@ -207,16 +237,9 @@ def _pair_loss(kind: str, ours: Tensor, theirs: Tensor, beta: float, e: float, t
             return (-up).sigmoid() + down.sigmoid()
         case "apo_down":
             return up.sigmoid() + (-lead).sigmoid()
-        case "exo" if 0 < e < 1:
+        case "exo":
             chance = torch.tensor(e, dtype=torch.float32)  # single precision is what TRL's constants have, too
             right, wrong = (-chance).log1p().item(), chance.log().item()
             return lead.sigmoid() * (logsigmoid(lead) - right) + (-lead).sigmoid() * (logsigmoid(-lead) - wrong)
-        case "discopop" if tau > 0:
-            # sigma(lead / tau) exp(-lead) as one exponential: apart, they are 0 and infinity far below 0
-            return -logsigmoid(lead) * (-lead / tau).sigmoid() + bounded_exponent(logsigmoid(lead / tau) - lead).exp()
-    if kind in DPO_KINDS:
-        raise ConfigError(
-            "dpo needs label_smoothing under 0.5 for kind='robust', between 0 and 1 (usually 1e-3) for kind='exo', and tau > 0 "
-            f"for kind='discopop'; found kind={kind!r}, label_smoothing={e!r}, tau={tau!r}"
-        )
-    raise ConfigError(f"dpo knows the kinds {', '.join(DPO_KINDS)}; found {kind!r}")
+    # discopop: sigma(lead / tau) exp(-lead) as one exponential: apart, they are 0 and infinity far below 0
+    return -logsigmoid(lead) * (-lead / tau).sigmoid() + bounded_exponent(logsigmoid(lead / tau) - lead).exp()

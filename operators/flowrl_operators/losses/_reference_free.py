@@ -9,7 +9,7 @@ from flowrl.errors import ConfigError
 from flowrl_operators.losses._pairs import (
     at_both_rows,
     bounded_exponent,
-    check_beta,
+    check_pairs,
     find_pairs,
     on_both_rows,
     row_scores,
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 CPO_KINDS = ("sigmoid", "hinge", "ipo")
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_cpo(*, beta: float, label_smoothing: float, kind: str, reduce: str, alpha: float) -> None:
+    if kind not in CPO_KINDS or (label_smoothing and kind != "sigmoid"):
+        raise ConfigError(
+            f"cpo knows the kinds {', '.join(CPO_KINDS)}, the first with label_smoothing; found kind={kind!r}, "
+            f"label_smoothing={label_smoothing!r}"
+        )
+    check_pairs("cpo", beta=beta, reduce=reduce, label_smoothing=label_smoothing)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_cpo)
 def cpo(
     logprobs: fr.TOKEN.f32,
     chosen: fr.SAMPLE.bool,
@@ -49,12 +58,6 @@ def cpo(
 
     Metrics per row: `preference_accuracy`, `preference_margin` (beta D), `chosen_reward`, `rejected_reward` (beta log pi).
     """
-    check_beta("cpo", beta)
-    if kind not in CPO_KINDS or (label_smoothing and kind != "sigmoid"):
-        raise ConfigError(
-            f"cpo knows the kinds {', '.join(CPO_KINDS)}, the first with label_smoothing; found kind={kind!r}, "
-            f"label_smoothing={label_smoothing!r}"
-        )
     scores = _shaped(row_scores(logprobs, segments, reduce), alpha)
     winners, losers = find_pairs(pair_id, chosen)
     difference = scores[winners] - scores[losers]
@@ -65,7 +68,11 @@ def cpo(
     return on_both_rows(loss, (beta * scores[winners], beta * scores[losers]), winners, losers)
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_simpo(*, beta: float, gamma: float, label_smoothing: float, alpha: float) -> None:
+    check_pairs("simpo", beta=beta, label_smoothing=label_smoothing)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_simpo)
 def simpo(
     logprobs: fr.TOKEN.f32,
     chosen: fr.SAMPLE.bool,
@@ -89,14 +96,17 @@ def simpo(
 
     Metrics per row: `preference_accuracy`, `preference_margin` (r_w - r_l), `chosen_reward`, `rejected_reward` (r).
     """
-    check_beta("simpo", beta)
     scores = _shaped(row_scores(logprobs, segments, "mean"), alpha)
     winners, losers = find_pairs(pair_id, chosen)
     ours, theirs = beta * scores[winners], beta * scores[losers]
     return on_both_rows(smoothed(ours - theirs - gamma, label_smoothing), (ours, theirs), winners, losers)
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_orpo(*, beta: float) -> None:
+    check_pairs("orpo", beta=beta)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_orpo)
 def orpo(
     logprobs: fr.TOKEN.f32,
     chosen: fr.SAMPLE.bool,
@@ -114,7 +124,6 @@ def orpo(
     """
     from torch.nn.functional import logsigmoid
 
-    check_beta("orpo", beta)
     scores = row_scores(logprobs, segments, "mean")
     odds = scores - _log_one_minus_exp(scores)
     winners, losers = find_pairs(pair_id, chosen)
@@ -126,7 +135,11 @@ def orpo(
     return loss, metrics
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_chosen_nll(*, reduce: str) -> None:
+    check_pairs("chosen_nll", reduce=reduce)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_chosen_nll)
 def chosen_nll(
     logprobs: fr.TOKEN.f32, chosen: fr.SAMPLE.bool, pair_id: fr.SAMPLE.str, segments: Any, *, reduce: str = "mean"
 ) -> Output:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._kl import kl_estimate
+from flowrl_operators._kl import check_kl_kind, kl_estimate
+from flowrl_operators._options import above_0, required
 from flowrl_operators.losses._common import held
 
 if TYPE_CHECKING:
@@ -22,7 +23,32 @@ LOGITS = fr.TOKEN.f32["V"]
 # policy's states, not an unbiased estimate at the newest; multiply with truncated_importance for the estimate.
 
 
-@fr.loss(on_policy=False, max_staleness=None)
+def _check_kl(
+    *,
+    kind: str,
+    gradient: str | None,
+    importance: str | None,
+    against: str | None,
+    importance_cap: float | None,
+    log_ratio_clip: float | None,
+    value_clip: float | None,
+) -> None:
+    check_kl_kind(kind)
+    if gradient is not None:
+        check_kl_kind(gradient)
+    required(
+        "kl importance is 'value', 'gradient' or None", importance in (None, "value", "gradient"), importance=importance
+    )
+    required(
+        "kl needs importance_cap > 0, log_ratio_clip > 0 and value_clip > 0, or None",
+        above_0(importance_cap, log_ratio_clip, value_clip),
+        importance_cap=importance_cap,
+        log_ratio_clip=log_ratio_clip,
+        value_clip=value_clip,
+    )
+
+
+@fr.loss(on_policy=False, max_staleness=None, check=_check_kl)
 def kl(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -61,8 +87,6 @@ def kl(
     """
     import torch
 
-    if importance not in (None, "value", "gradient"):
-        raise ConfigError(f"kl importance is 'value', 'gradient' or None; found {importance!r}")
     if importance is not None and against is not None and behaviour_logprobs is None:
         raise ConfigError(
             f"kl(importance={importance!r}) needs the column '{against}', which the rows do not have; write it with "

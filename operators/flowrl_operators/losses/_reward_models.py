@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import DataError
+from flowrl_operators._options import at_least_0, required
 from flowrl_operators.losses._pairs import find_pairs, on_both_rows, smoothed
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None)
+def _check_bradley_terry(*, margin: float, center: float, margin_by: str | None) -> None:
+    required("bradley_terry needs center >= 0", at_least_0(center), center=center)
+
+
+@fr.loss(locality=fr.group("pair_id"), per="sample", on_policy=False, max_staleness=None, check=_check_bradley_terry)
 def bradley_terry(
     scores: fr.SAMPLE.f32,
     chosen: fr.SAMPLE.bool,

@@ -6,15 +6,19 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
-from flowrl.errors import ConfigError
-from flowrl_operators.losses._common import Bound, fraction, held, row_mean
+from flowrl_operators._options import above_0, at_least_0, required
+from flowrl_operators.losses._common import Bound, check_ratio, fraction, held, row_mean
 from flowrl_operators.losses._policy import ppo_clip
 
 if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss
+def _check_gspo(*, clip: float, high: float | None, token: bool) -> None:
+    required("gspo needs clip > 0 and high > 0", above_0(clip, high), clip=clip, high=high)
+
+
+@fr.loss(check=_check_gspo)
 def gspo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -42,7 +46,12 @@ def gspo(
     return ppo_clip.function(logprobs, old_logprobs, advantages, segments, clip=clip, high=high, level=level)
 
 
-@fr.loss(per="sample")
+def _check_gmpo(*, clip: float, high: float | None, **ratio: Any) -> None:
+    required("gmpo needs clip > 0 and high > 0", above_0(clip, high), clip=clip, high=high)
+    check_ratio("gmpo", **ratio)
+
+
+@fr.loss(per="sample", check=_check_gmpo)
 def gmpo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -70,8 +79,6 @@ def gmpo(
     import torch
 
     upper = clip if high is None else high
-    if not (clip > 0 and upper > 0):
-        raise ConfigError(f"gmpo needs clip > 0 and high > 0; found clip={clip!r}, high={high!r}")
     difference = held(logprobs - old_logprobs, log_ratio_clip)
     side = advantages.sign()
     kept = side * torch.minimum(side * difference, side * difference.clamp(-clip, upper))
@@ -86,7 +93,17 @@ def gmpo(
     return -row_mean(advantages, segments, count_eps) * ratio, metrics
 
 
-@fr.loss
+def _check_vespo(*, power: tuple[float, ...], decay: tuple[float, ...], log_ratio_clip: Bound) -> None:
+    required(
+        "vespo needs two numbers >= 0 for power and for decay",
+        len(power) == len(decay) == 2 and at_least_0(*power, *decay),
+        power=power,
+        decay=decay,
+    )
+    check_ratio("vespo", log_ratio_clip=log_ratio_clip)
+
+
+@fr.loss(check=_check_vespo)
 def vespo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -109,8 +126,6 @@ def vespo(
     """
     import torch
 
-    if len(power) != 2 or len(decay) != 2 or min(*power, *decay) < 0:
-        raise ConfigError(f"vespo needs two numbers >= 0 for power and for decay; found {power!r} and {decay!r}")
     difference = held((logprobs - old_logprobs).detach(), log_ratio_clip)
     upper = log_ratio_clip[1] if isinstance(log_ratio_clip, tuple) else log_ratio_clip
     log_weight = segments.spread(segments.sum(difference)).clamp(math.log(1e-8), upper)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import flowrl as fr
-from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
-from flowrl_operators.losses._common import Bound, fraction, held
+from flowrl_operators._options import above_0, at_least_0, checked, required
+from flowrl_operators.losses._common import Bound, check_ratio, fraction, held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +14,30 @@ if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss
+def _check_dppo(
+    *,
+    divergence: str,
+    low: float,
+    high: float | None,
+    drop: str,
+    value: str,
+    cap: float | None,
+    log_ratio_clip: Bound,
+) -> None:
+    checked("divergence", divergence, ("tv", "binary_kl"), "dppo")
+    checked("drop", drop, ("pushed", "all"), "dppo")
+    checked("value", value, ("log", "ratio"), "dppo")
+    required(
+        "dppo needs low >= 0, high >= 0 and cap > 0",
+        at_least_0(low, high) and above_0(cap),
+        low=low,
+        high=high,
+        cap=cap,
+    )
+    check_ratio("dppo", log_ratio_clip=log_ratio_clip)
+
+
+@fr.loss(check=_check_dppo)
 def dppo(
     logprobs: fr.TOKEN.f32,
     old_logprobs: fr.TOKEN.f32.or_live("logprobs"),
@@ -51,11 +73,6 @@ def dppo(
     import torch
 
     upper = low if high is None else high
-    checked("divergence", divergence, ("tv", "binary_kl"), "dppo")
-    checked("drop", drop, ("pushed", "all"), "dppo")
-    checked("value", value, ("log", "ratio"), "dppo")
-    if not (low >= 0 and upper >= 0) or (cap is not None and not cap > 0):
-        raise ConfigError(f"dppo needs low >= 0, high >= 0 and cap > 0; found {low!r}, {high!r}, {cap!r}")
     new, old = logprobs.detach(), old_logprobs.detach()
     moved = new.exp() - old.exp()
     distance = moved.abs() if divergence == "tv" else _binary_kl(new, old)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import flowrl as fr
 from flowrl.errors import DataError
-from flowrl_operators.losses._pairs import check_beta, row_scores
+from flowrl_operators._options import at_least_0, required
+from flowrl_operators.losses._pairs import check_pairs, row_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 # by an operator before the update, so that it does not change with micro-batches and ranks, and the loss itself is local to rows.
 
 
-@fr.loss(per="sample", on_policy=False, max_staleness=None)
+def _check_kto(*, beta: float, desirable_weight: float, undesirable_weight: float, baseline: str | None) -> None:
+    check_pairs("kto", beta=beta)
+    required(
+        "kto needs desirable_weight >= 0 and undesirable_weight >= 0",
+        at_least_0(desirable_weight, undesirable_weight),
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
+
+
+@fr.loss(per="sample", on_policy=False, max_staleness=None, check=_check_kto)
 def kto(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -48,7 +59,6 @@ def kto(
     """
     import torch
 
-    check_beta("kto", beta)
     h = row_scores(logprobs - ref_logprobs, segments, "sum")
     level = _point(kl_baseline, baseline, h, "kto", "advantages.kto_baseline writes one; baseline=None takes 0")
     gain = beta * (h - level)
@@ -57,7 +67,11 @@ def kto(
     return loss, {"implicit_reward": (beta * h).detach(), "kl_baseline": level}
 
 
-@fr.loss(per="sample", on_policy=False, max_staleness=None)
+def _check_bco(*, beta: float, shift: str | None) -> None:
+    check_pairs("bco", beta=beta)
+
+
+@fr.loss(per="sample", on_policy=False, max_staleness=None, check=_check_bco)
 def bco(
     logprobs: fr.TOKEN.f32,
     ref_logprobs: fr.TOKEN.f32,
@@ -81,7 +95,6 @@ def bco(
     import torch
     from torch.nn.functional import logsigmoid
 
-    check_beta("bco", beta)
     h = row_scores(logprobs - ref_logprobs, segments, "sum")
     level = _point(reward_shift, shift, h, "bco", "shift=None takes 0")
     gain = beta * h - level

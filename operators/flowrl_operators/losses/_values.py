@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import flowrl as fr
-from flowrl.errors import ConfigError
+from flowrl_operators._options import above_0, required
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
-@fr.loss(on_policy=False, max_staleness=None)
+def _check_value_clip(*, clip: float | None, huber: float | None) -> None:
+    required("value_clip needs clip > 0 and huber > 0, or None", above_0(clip, huber), clip=clip, huber=huber)
+
+
+@fr.loss(on_policy=False, max_staleness=None, check=_check_value_clip)
 def value_clip(
     values: fr.TOKEN.f32,
     old_values: fr.TOKEN.f32.column("values"),
@@ -35,8 +39,6 @@ def value_clip(
     """
     import torch
 
-    if (clip is not None and not clip > 0) or (huber is not None and not huber > 0):
-        raise ConfigError(f"value_clip needs clip > 0 and huber > 0, or None; found clip={clip!r}, huber={huber!r}")
     free = values - returns
     loss = _error(free, huber)
     metrics = {"value_error": free.detach().square()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flowrl as fr
-from flowrl.errors import SchemaError
+from flowrl.errors import ConfigError, OperatorError, SchemaError
 from flowrl_operators import losses
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -75,8 +75,33 @@ def test_a_misspelt_column_is_not_done_without(name: str) -> None:
 
 
 def test_columns_of_other_losses_may_be_there() -> None:
-    others = {
-        name: LOGPROBS
-        for name in ("ref_logprobs", "rollout_logprobs", "teacher_logprobs", "values", "returns", "step_weights")
-    }
+    names = ("ref_logprobs", "rollout_logprobs", "teacher_logprobs", "values", "returns", "step_weights")
+    others = dict.fromkeys(names, LOGPROBS)
     assert value(losses.ppo_clip(), {"logprobs": LOGPROBS, "advantage": ADVANTAGE, **others}) == -1.0
+
+
+@fr.loss(on_policy=False)
+def coarse(logprobs, level):
+    return logprobs * level
+
+
+@fr.loss(on_policy=False)
+def refusing(logprobs, level):
+    raise ConfigError("level makes no sense")
+
+
+def test_what_to_declare_is_said_where_a_number_per_row_does_not_fit() -> None:
+    columns = {"logprobs": LOGPROBS, "level": torch.ones(2)}
+    with pytest.raises(OperatorError, match='declare levels: fr.TOKEN.f32.or_broadcast\\("level"\\)'):
+        value(coarse(), columns)
+    with pytest.raises(OperatorError, match="level makes no sense") as caught:
+        value(refusing(), columns)
+    assert "declare" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [{"level": "geometrical"}, {"clip": -0.2}])
+def test_a_wrong_option_is_refused_before_a_batch(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="found"):
+        losses.ppo_clip(**option)
+    with pytest.raises(ConfigError, match="found"):
+        losses.ppo_clip(LOGPROBS[0], LOGPROBS[0], LOGPROBS[0], **option)

@@ -127,6 +127,7 @@ def test_a_term_of_the_whole_step_refuses_a_part(name: str) -> None:
     columns, mask = step(1, [3, 2], [0, 1])
     columns["entropy"] = columns["old_logprobs"]
     term = getattr(losses, name)()
+    term = term * losses.reinforce() if term.weight else term
     fr.apply_loss(term, columns, mask, totals=fr.Totals(5, 2))  # the whole of it is fine
     with pytest.raises(ConfigError, match=rf"'{name}' must see all tokens of an optimizer step \(5\) at once; found 3"):
         fr.apply_loss(term, {n: c[:1] for n, c in columns.items()}, mask[:1], totals=fr.Totals(5, 2))

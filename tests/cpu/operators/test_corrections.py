@@ -182,22 +182,54 @@ def test_masks_leave_staleness_and_correction_to_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("term", "message"),
+    ("make", "message"),
     [
-        (losses.truncated_importance(1.0, floor=2.0), "floor <= cap"),
-        (losses.truncated_importance(level="word"), "level is one of token"),
-        (losses.truncated_importance(unknown="?"), "unknown is one of drop"),
-        (losses.masked_importance(3.0, 2.0), "low <= high"),
-        (losses.within_drift(), "needs low, high or both"),
-        (losses.within_drift(high=-1.0), "above 0; found high=-1.0"),
-        (losses.within_drift(high=1.0, statistic="k9"), "statistic is one of ratio"),
-        (losses.within_drift(high=1.0, over="row"), "over is one of token"),
-        (losses.within_drift(high=1.0, direction="both"), "a ratio has no direction"),
+        (lambda *on: losses.truncated_importance(*on, cap=1.0, floor=2.0), "floor <= cap"),
+        (lambda *on: losses.truncated_importance(*on, level="word"), "level is one of token"),
+        (lambda *on: losses.truncated_importance(*on, unknown="?"), "unknown is one of drop"),
+        (lambda *on: losses.truncated_importance(*on, log_ratio_clip=-1.0), "log_ratio_clip > 0 or None; found .*-1.0"),
+        (lambda *on: losses.masked_importance(*on, low=3.0, high=2.0), "low <= high"),
+        (lambda *on: losses.within_drift(*on), "needs low, high or both"),
+        (lambda *on: losses.within_drift(*on, high=-1.0), "above 0; found high=-1.0"),
+        (lambda *on: losses.within_drift(*on, high=1.0, statistic="k9"), "statistic is one of ratio"),
+        (lambda *on: losses.within_drift(*on, high=1.0, over="row"), "over is one of token"),
+        (lambda *on: losses.within_drift(*on, high=1.0, direction="both"), "a ratio has no direction"),
     ],
 )
-def test_options_that_make_no_sense(term: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        term.function(tokens(-1.0, -1.0, -1.0), tokens(-1.0, -1.0, -1.0), ROWS, **dict(term.config))
+def test_options_that_make_no_sense(make: Any, message: str) -> None:
+    for on in ((), (tokens(-1.0, -1.0, -1.0), tokens(-1.0, -1.0, -1.0), ROWS)):  # a term, and the plain function
+        with pytest.raises(ConfigError, match=message):
+            make(*on)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        losses.truncated_importance(),
+        losses.masked_importance(),
+        losses.within_drift(0.5),
+        losses.off_policy_mask(),
+        losses.stored_importance(),
+        losses.top_entropy(),
+    ],
+)
+def test_a_weight_that_is_added_is_refused(weight: fr.Loss) -> None:
+    columns = {
+        name: torch.zeros(1, 2) for name in ("logprobs", "advantages", "rollout_logprobs", "importance", "entropy")
+    }
+    loss = losses.ppo_clip(0.2)
+    for wrong in (loss + weight, loss - 0.5 * weight, loss * weight + weight * weight, weight):
+        with pytest.raises(ConfigError, match=rf"'{weight.short_name}' .*write ppo_clip\(...\) \* {weight.short_name}"):
+            fr.apply_loss(wrong, columns, torch.ones(1, 2))
+    value, _ = fr.apply_loss(loss * weight + 2 * weight * loss, columns, torch.ones(1, 2))
+    assert value.isfinite()
+
+
+def test_the_defaults_of_masked_importance_are_icepops() -> None:
+    ratios = tokens(0.49, 0.5, 5.0, 5.01)
+    segments = Segments.of(torch.tensor([0, 0, 0, 0]), 1)
+    weight, _ = losses.masked_importance(ratios.double().log(), torch.zeros(4), segments, log_ratio_clip=None)
+    assert (weight > 0).tolist() == [False, True, True, False]
 
 
 def test_a_stored_weight_of_a_row_is_its_geometric_mean() -> None:
@@ -208,4 +240,4 @@ def test_a_stored_weight_of_a_row_is_its_geometric_mean() -> None:
     torch.testing.assert_close(padded[2], tokens(3.0)[0].sqrt())  # log 3 over 1 + 1
     assert losses.stored_importance.function(weight, ROWS)[0].tolist() == weight.tolist()
     with pytest.raises(ConfigError, match="level is one of token, geometric"):
-        losses.stored_importance.function(weight, ROWS, level="sequence")
+        losses.stored_importance(level="sequence")

@@ -176,7 +176,9 @@ def test_a_weight_that_is_not_finite_is_no_weight() -> None:
     [
         ({"kind": "k9"}, "found 'k9'"),
         ({"kind": "full"}, "full_kl"),
-        ({"importance": "both"}, "found 'both'"),
+        ({"importance": "both"}, "found importance='both'"),
+        ({"importance_cap": 0.0}, "importance_cap > 0.*found importance_cap=0.0"),
+        ({"gradient": "k9"}, "found 'k9'"),
         ({"importance": "value"}, "needs the column 'old_logprobs'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Losses of preferences: symmetry, what a margin of 0 gives, any order of rows, extremes, what is refused."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -289,24 +290,41 @@ def test_a_torn_pair_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.dpo(kind="sigmod"), "knows the kinds sigmoid, robust.*found 'sigmod'"),
+        (lambda: losses.dpo(0.0), "needs beta > 0; found beta=0.0"),
+        (lambda: losses.dpo(reduce="max"), "reduce='sum' or reduce='mean'.*found 'max'"),
+        (lambda: losses.dpo(divergence="tv"), "divergences reverse_kl, forward_kl, js, alpha; found 'tv'"),
+        (
+            lambda: losses.dpo(kind="hinge", label_smoothing=0.1),
+            "label_smoothing is for the kinds sigmoid, robust, exo",
+        ),
+        (lambda: losses.dpo(kind="exo"), "between 0 and 1 .usually 1e-3. for kind='exo'"),
+        (lambda: losses.dpo(kind="robust", label_smoothing=0.5), "under 0.5 for kind='robust'"),
+        (lambda: losses.dpo(kind="discopop", tau=0.0), "tau > 0 for kind='discopop'"),
+        (lambda: losses.dpo(label_smoothing=1.5), "0 <= label_smoothing < 1; found label_smoothing=1.5"),
+        (lambda: losses.cpo(kind="nca"), "cpo knows the kinds sigmoid, hinge, ipo"),
+        (lambda: losses.cpo(kind="hinge", label_smoothing=0.1), "the first with label_smoothing"),
+        (lambda: losses.dpo(label_smoothing=0.5, beta=-1.0), "needs beta > 0"),
+        (lambda: losses.kto(beta=0.0), "kto needs beta > 0"),
+        (lambda: losses.chosen_nll(reduce="max"), "chosen_nll: .*found 'max'"),
+        (lambda: losses.bradley_terry(center=-1.0), "center >= 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(make: Callable[[], fr.Loss], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (losses.dpo(kind="sigmod"), "knows the kinds sigmoid, robust.*found 'sigmod'"),
-        (losses.dpo(0.0), "needs beta > 0; found 0"),
-        (losses.dpo(reduce="max"), "reduce='sum' or reduce='mean'.*found 'max'"),
-        (losses.dpo(divergence="tv"), "divergences reverse_kl, forward_kl, js, alpha; found 'tv'"),
-        (losses.dpo(kind="hinge", label_smoothing=0.1), "label_smoothing is for the kinds sigmoid, robust, exo"),
-        (losses.dpo(kind="exo"), "between 0 and 1 .usually 1e-3. for kind='exo'"),
-        (losses.dpo(kind="robust", label_smoothing=0.5), "under 0.5 for kind='robust'"),
-        (losses.dpo(kind="discopop", tau=0.0), "tau > 0 for kind='discopop'"),
-        (losses.dpo(label_smoothing=1.5), "0 <= label_smoothing < 1; found 1.5"),
-        (losses.cpo(kind="nca"), "cpo knows the kinds sigmoid, hinge, ipo"),
-        (losses.cpo(kind="hinge", label_smoothing=0.1), "the first with label_smoothing"),
         (losses.kto(), "compares with the column 'kl_baseline'.*kto_baseline writes one"),
         (losses.bco(shift="mean_reward"), "compares with the column 'mean_reward'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(loss: fr.Loss, message: str) -> None:
+def test_a_missing_column_is_refused(loss: fr.Loss, message: str) -> None:
     columns, mask = batch()
     with pytest.raises(OperatorError, match=message):
         fr.apply_loss(loss, columns, mask)

@@ -39,4 +39,4 @@ def test_a_threshold_in_single_precision() -> None:
     assert losses.top_entropy.function(entropy, share=0.5, threshold="float32")[0].tolist() == [0, 0, 1]
     assert losses.top_entropy.function(entropy.float(), share=0.5, threshold="float32")[0].tolist() == [0, 1, 1]
     with pytest.raises(ConfigError, match="threshold"):
-        losses.top_entropy.function(entropy, threshold="half")
+        losses.top_entropy(threshold="half")

@@ -73,6 +73,7 @@ def terms(values):
         on_policy=st.booleans(),
         max_staleness=st.none() | st.integers(0, 9),
         corrects=st.booleans(),
+        weight=st.booleans(),
     )
 
 
