@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import DataError, MissingExtra, OperatorError, SchemaError, WaitTimeout
+from flowrl.errors import ConfigError, DataError, MissingExtra, OperatorError, SchemaError, WaitTimeout
 from flowrl.graph.code import Place, place_of
 from flowrl.graph.operators import Keep, OperatorCall, Read, State
 from flowrl.graph.values import thaw
@@ -124,7 +124,7 @@ class _Work:
             hint = "; columns are shared by all their readers and read-only: work on a copy (column.copy())"
         return OperatorError(
             f"operator '{operator.short_name}' ({place_of(self.function)}){self.used}, failed on {which}: "
-            f"{type(error).__name__}: {error}{hint}"
+            f"{_named(error)}{hint}"
         )
 
     def unpack(self, returned: Any, count: int, which: str) -> tuple[dict[str, Array], np.ndarray | None]:
@@ -244,8 +244,8 @@ def _each_row(work: _Work, rows: RowBatch, inputs: Mapping[str, Array | None], w
                 continue
             values = _checked(work, answer, f"row {names[index]!r}")
         except (OperatorError, WaitTimeout) as error:
-            # a missing package is no fault of the row, and would flag every one
-            if operator.on_error == "raise" or isinstance(error.__cause__, MissingExtra):
+            # a missing package or an option that makes no sense is no fault of the row, and would flag every one
+            if operator.on_error == "raise" or isinstance(error.__cause__, MissingExtra | ConfigError):
                 raise
             errors[index] = _reason(error)
             values = {c.name: "" if c.type.dtype == "str" else float("nan") for c in operator.writes}
@@ -266,10 +266,18 @@ def joined_errors(*columns: Sequence[str] | np.ndarray) -> np.ndarray:
     return np.asarray(["; ".join(dict.fromkeys(filter(None, texts))) for texts in rows], dtype=object)
 
 
+def _named(error: BaseException) -> str:
+    """An error's type and text, whatever its text does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (its text cannot be had)"
+
+
 def _reason(error: BaseException) -> str:
     """Why a row failed, for its `row_error`: what the function raised, or what was wrong with its answer."""
     cause = error.__cause__
-    return str(error) if cause is None or isinstance(cause, WaitTimeout) else f"{type(cause).__name__}: {cause}"
+    return str(error) if cause is None or isinstance(cause, WaitTimeout) else _named(cause)
 
 
 def _row_values(column: Array | None, count: int) -> Sequence[Any]:

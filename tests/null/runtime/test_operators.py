@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flowrl as fr
-from flowrl.errors import OperatorError
+from flowrl.errors import ConfigError, OperatorError
 from flowrl.graph.operators import State
 from flowrl.runtime.operators import run_operator
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
@@ -221,3 +221,25 @@ def test_what_was_returned_is_named(returned: Any, found: str) -> None:
 
     with pytest.raises(OperatorError, match=found):
         run_operator(gives.bind(), rows(**GROUPS))
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@fr.reward
+def odd(reward: fr.SAMPLE.f32, *, error: str):
+    if not reward:
+        raise ConfigError("odd needs another option") if error == "config" else Mute
+    return 1.0
+
+
+def test_an_option_that_makes_no_sense_ends_the_run_and_flags_no_rows():
+    with pytest.raises(OperatorError, match="failed on row 'a/1': ConfigError: odd needs another option"):
+        run_operator(odd.bind(error="config", out="more"), rows(**GROUPS))
+
+
+def test_an_error_without_a_text_flags_its_row():
+    done = run_operator(odd.bind(error="mute", out="more"), rows(**GROUPS))
+    assert done.failed == 2 and done.first_error == "Mute (its text cannot be had)"
