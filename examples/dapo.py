@@ -8,9 +8,10 @@ from flowrl_operators import advantages, filters, losses, rewards
 @fr.flow
 def dapo(prompts, policy, *, group_size=8, soft=4096, hard=None, max_rounds=4):
     def attempt(p):
-        return rewards.overlong(rewards.exact(fr.rollout(policy, p, n=group_size)), soft=soft, hard=hard)
+        return rewards.exact(fr.rollout(policy, p, n=group_size))
 
     rows = fr.refill(attempt, prompts, keep=filters.group_has_signal(), max_rounds=max_rounds)
+    rows = rewards.overlong(rows, soft=soft, hard=hard)  # groups are judged without it
     return fr.update(policy, advantages.group_norm(rows), loss=losses.ppo_clip(0.2, high=0.28), average="token_mean")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flowrl as fr
+from examples.gallery.dapo import dapo
 from examples.gallery.runs import PROMPTS, RUNS, TinyRun
 
 ANSWERS = {row["prompt"]: [row["answer"], "7", "3"] for row in PROMPTS}
@@ -30,3 +31,15 @@ def test_it_checks_and_runs(run: TinyRun) -> None:
 
 def test_none_is_missing() -> None:
     assert len(RUNS) == len(NAMED)
+
+
+def test_dapo_judges_groups_by_right_and_wrong_alone() -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    # all right and some of it long: no signal; the other has one, and what is long there pays for it
+    said = fr.Model({"1+1=": ["2", "2          "], "1+2=": ["3", "7          "]}, optimizer=fr.AdamW(lr=1e-3))
+    done = fr.run_local(
+        dapo(soft_length=8), engine="null", prompts=rows, policy=said, batch=2, max_tokens=16, out=None, progress="off"
+    )
+    kept = done.rows("overlong")
+    assert set(kept["prompt"]) == {"1+2="}
+    assert set(kept["reward"].tolist()) == {1.0, -1.0} and set(done.rows("refill")["reward"].tolist()) == {1.0, 0.0}
