@@ -9,11 +9,14 @@ import numpy as np
 import flowrl as fr
 from flowrl.errors import ConfigError
 from flowrl_operators import rewards
+from flowrl_operators._options import required
 
 __all__ = ["pass_at", "pass_rates"]
 
 
 def _pass_columns(*, k: tuple[int, ...], **_: object) -> dict[str, Any]:
+    is_list = len(k) > 0 and min(k) >= 1 and len(set(k)) == len(k)
+    required("pass_rates needs one or more numbers of tries in k, each at least 1 and once", is_list, k=k)
     return {f"pass@{number}": fr.SAMPLE.f32 for number in k}
 
 

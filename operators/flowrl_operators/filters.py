@@ -12,7 +12,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
+from flowrl_operators._options import checked, required
 from flowrl_operators.advantages import groups_of, has_spread
 from flowrl_operators.advantages._groups import ROUNDING, numbered
 
@@ -64,6 +64,7 @@ def group_has_signal(
         unknown: a NaN or infinite reward is left out of the decision (`"leave_out"`), or decides it: its group goes
             (`"drop"`: SkyRL, slime) or stays (`"keep"`: verl).
     """
+    required("filters.group_has_signal needs eps >= 0", eps >= 0, eps=eps)
     checked("rounding", rounding, ("no_signal", "counts"), "filters.group_has_signal")
     checked("single", single, ("drop", "keep"), "filters.group_has_signal")
     values = np.asarray(reward, np.float64)
@@ -190,6 +191,7 @@ def top(score: fr.SAMPLE.f32.named_by("by"), *, k: int = 1, by: str = "reward", 
     """
     if k < 1:
         raise ConfigError(f"filters.top needs k of at least 1; found {k!r}")
+    required("filters.top needs a number or None as least", least is None or least == least, least=least)
     values = np.asarray(score, np.float64)
     is_good = np.isfinite(values) if least is None else np.isfinite(values) & (values >= least)
     order = np.argsort(np.where(is_good, -values, np.inf), kind="stable")[:k]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import flowrl as fr
-from flowrl_operators._options import checked
+from flowrl_operators._options import at_least_0, checked, required
 
 GUARDS = ("variance", "floor", "std")
 """Where eps stands: sqrt(variance + eps), sqrt(max(variance, eps)), or std + eps."""
@@ -130,6 +130,7 @@ def whitened(
         per: over all rows together, or `"row"`: each row by itself.
         count_eps: added to the number of tokens in means; verl has 1e-8.
     """
+    check_deviation(eps, guard, count_eps)
     inside = as_bool(mask).values
     if per == "batch":
         result = _inside(values, mask, copy=True)
@@ -159,7 +160,7 @@ def whiten_flat(
     count_eps: float = 0.0,
 ) -> None:
     """`whitened` over all rows in place, on values that are 0 outside the mask; piece by piece, in the cache of a core."""
-    checked("guard", guard, GUARDS, "where eps stands")
+    check_deviation(eps, guard, count_eps)
     count = int(np.count_nonzero(inside))
     if not count:
         return
@@ -182,9 +183,25 @@ def whiten_flat(
             values[piece] += mean if is_whole else mean * inside[piece]
 
 
+def check_deviation(eps: float, guard: str, count_eps: float = 0.0) -> None:
+    """Errors: ConfigError for options of a normalisation that make no sense."""
+    checked("guard", guard, GUARDS, "where eps stands")
+    needs = "a normalisation needs eps >= 0 and count_eps >= 0"
+    required(needs, at_least_0(eps, count_eps), eps=eps, count_eps=count_eps)
+
+
+def held_within(values: np.ndarray, bounds: tuple[float, float] | None, name: str) -> np.ndarray:
+    """Values held within (least, greatest); as they are for None. Errors: ConfigError for bounds the wrong way round."""
+    if bounds is None:
+        return values
+    is_range = len(bounds) == 2 and bounds[0] <= bounds[1]
+    required(f"{name} is two numbers, the least and the greatest", is_range, **{name: bounds})
+    return values.clip(*bounds)
+
+
 def inverse_deviation(variance: np.ndarray, eps: float, guard: str) -> np.ndarray:
     """1 / std with eps where `guard` says; 0 for a std of 0 that nothing guards."""
-    checked("guard", guard, GUARDS, "where eps stands")
+    check_deviation(eps, guard)
     match guard:
         case "variance":
             std = np.sqrt(variance + eps)

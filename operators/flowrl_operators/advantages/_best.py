@@ -8,7 +8,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
+from flowrl_operators._options import checked, required
 from flowrl_operators.advantages._arrays import accumulate
 from flowrl_operators.advantages._groups import Groups, numbered
 from flowrl_operators.advantages._responses import rows_that_count
@@ -45,6 +45,7 @@ def pass_at_k(
     A group of one gets 0 (verl raises).
     """
     checked("scale", scale, ("group", "none"), "pass_at_k")
+    required("pass_at_k needs eps >= 0", eps >= 0, eps=eps)
     if k is not None and k < 2:
         raise ConfigError(f"pass_at_k needs k >= 2 (for k = 1 there is rloo); found {k!r}")
     values = np.asarray(reward, np.float64)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
+from flowrl_operators._options import checked, required
 
 BASELINES = ("group", "others", "batch", "batch_others", "none")
 SCALES = ("group", "others", "batch", "none")
@@ -145,8 +144,7 @@ class Norm:
         checked("flat", self.flat, FLAT, "group_norm")
         checked("around", self.around, AROUND, "group_norm")
         checked("count_ratio", self.count_ratio, COUNT_RATIOS, "group_norm")
-        if self.eps < 0:
-            raise ConfigError(f"group_norm needs eps >= 0; found {self.eps!r}")
+        required("group_norm needs eps >= 0", self.eps >= 0, eps=self.eps)
 
     def __call__(self, values: np.ndarray, keys: np.ndarray | None, is_counted: np.ndarray) -> np.ndarray:
         """[N] (value - baseline) / (std + eps); 0 for rows that do not count."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import flowrl as fr
-from flowrl_operators._options import checked
+from flowrl_operators._options import checked, required
 from flowrl_operators.advantages._arrays import (
     accumulate,
     any_in_row,
@@ -69,6 +69,7 @@ def optimal_token_baseline(
     A row with a number that is not finite gets 0
     and has no part in the baseline.
     """
+    required("optimal_token_baseline needs eps >= 0", eps >= 0, eps=eps)
     checked("align", align, ALIGN, "optimal_token_baseline")
     checked("tail", tail, TAILS, "optimal_token_baseline")
     checked("single", single, SINGLES, "optimal_token_baseline")
@@ -105,7 +106,8 @@ def _path_weight(
     trains: fr.Ragged, logprobs: fr.Ragged, squares: fr.Ragged, rho: fr.Ragged | None, offsets: np.ndarray
 ) -> np.ndarray:
     # sum of the squared lengths up to each token: from the other end, the sum of what is not after it
-    size = 1.0 - 2.0 * np.exp(packed(logprobs.values, trains)[0]) + packed(squares.values, trains)[0]
+    # no probability is above 1; a greater number would make NaN of whatever is summed beside it
+    size = 1.0 - 2.0 * np.exp(np.minimum(packed(logprobs.values, trains)[0], 0.0)) + packed(squares.values, trains)[0]
     if rho is not None:
         size *= packed(rho.values, trains)[0] ** 2
     return accumulate(size[::-1], offsets[-1] - offsets[::-1], 1.0)[::-1]

@@ -8,8 +8,17 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
-from flowrl_operators.advantages._arrays import any_in_row, as_bool, counted, inverse_deviation, reward_to_go, row_sums
+from flowrl_operators._options import checked, required
+from flowrl_operators.advantages._arrays import (
+    any_in_row,
+    as_bool,
+    check_deviation,
+    counted,
+    held_within,
+    inverse_deviation,
+    reward_to_go,
+    row_sums,
+)
 from flowrl_operators.advantages._groups import (
     BASELINES,
     COUNTS,
@@ -120,7 +129,7 @@ def rloo(
         by: the column whose equal values make a group.
     """
     values = np.asarray(reward, np.float64)
-    values = values if reward_clip is None else values.clip(*reward_clip)
+    values = held_within(values, reward_clip, "reward_clip")
     is_counted = rows_that_count(values, loss_mask, counts)
     return Norm(baseline="others", scale="none", single=single)(values, group, is_counted)
 
@@ -248,6 +257,8 @@ def gpg(
         counts, by: as in `group_norm`.
     """
     checked("valid", valid, ("signal", "nonzero"), "gpg")
+    checked("single", single, SINGLES, "gpg")
+    required("gpg needs divisor > 0", divisor > 0, divisor=divisor)
     values = np.asarray(reward, np.float64)
     groups = Groups.of(values, numbered(group, len(values)), rows_that_count(values, loss_mask, counts))
     centred = groups.centred(values, without_own=False, single=single)
@@ -280,6 +291,8 @@ def maxrl(
         counts, by: as in `group_norm`.
     """
     checked("negative", negative, ("zero", "divide"), "maxrl")
+    checked("single", single, SINGLES, "maxrl")
+    required("maxrl needs eps >= 0", eps >= 0, eps=eps)
     values = np.asarray(reward, np.float64)
     groups = Groups.of(values, numbered(group, len(values)), rows_that_count(values, loss_mask, counts))
     centred = groups.centred(values, without_own=False, single=single)
@@ -332,6 +345,7 @@ def standardised(
     count_ratio: str = "exact",
 ) -> np.ndarray:
     """[N] (value - mean) / std where each row counts `weights` times; 0 for weight 0 and for fewer than two in all."""
+    check_deviation(eps, guard, count_eps)
     total = float(weights.sum())
     if total < 2:
         return np.zeros(len(values))

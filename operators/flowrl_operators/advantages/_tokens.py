@@ -8,7 +8,7 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError, DataError
-from flowrl_operators._options import checked
+from flowrl_operators._options import above_0, checked, required
 from flowrl_operators.advantages._arrays import (
     Piece,
     accumulate,
@@ -91,6 +91,7 @@ def gae(
     nor critic moves.
     """
     _unit("gae", gamma=gamma, lam=lam, lam_returns=lam_returns)
+    required("gae needs clip > 0, adaptive > 0 or None", above_0(clip, adaptive), clip=clip, adaptive=adaptive)
     checked("masked", masked, MASKED, "gae")
     trains = as_bool(loss_mask)
     seen = trains if masked in ("skip", "decay") else fr.Ragged.like(np.ones_like(trains.values), trains)
@@ -187,7 +188,7 @@ def _of(factor: float | np.ndarray, rows: slice) -> float | np.ndarray:
 def adapted_lambda(mask: fr.Ragged, alpha: float, count_ratio: str = "exact") -> np.ndarray:
     """[N] VAPO's lambda, 1 - 1 / (alpha n) for n tokens of the mask, never below 0."""
     checked("count_ratio", count_ratio, COUNT_RATIOS, "gae")
-    if alpha <= 0:
+    if not alpha > 0:
         raise ConfigError(f"gae needs adaptive > 0; found {alpha!r}")
     number = np.float32 if count_ratio == "float32" else np.float64
     length = row_sums(as_bool(mask).values, mask.offsets).astype(number)
@@ -228,6 +229,7 @@ def reinforce(
 
     A row whose reward is not finite gets 0.
     """
+    required("reinforce needs clip > 0 or None", above_0(clip), clip=clip)
     advantages, returns, counts = _returns(reward, loss_mask, token_rewards, gamma, masked)
     if whiten:
         advantages = whitened(advantages, counts, unbiased=unbiased, eps=eps)

@@ -135,9 +135,14 @@ def full_kl(logits: LOGITS, ref_logits: LOGITS, *, normalised: bool = False) -> 
 
 def _behaviour_weight(logprobs: Tensor, behaviour: Tensor | None, cap: float | None) -> Tensor:
     base = logprobs if behaviour is None else behaviour
-    weight = (logprobs - base.detach()).exp()
-    weight = weight.where(weight.isfinite(), 0.0)
-    return weight if cap is None else weight.clamp(max=cap)
+    difference = logprobs - base.detach()
+    is_known = difference.detach().exp().isfinite()
+    # the exponential of an infinity has no gradient that 0 times it would take away, so it is never formed
+    weight = difference.where(is_known, 0.0).exp().where(is_known, 0.0)
+    if cap is None:
+        return weight
+    is_beyond = ~is_known & ~difference.isnan()  # what the float cannot hold is beyond any cap
+    return weight.clamp(max=cap).where(~is_beyond, cap)
 
 
 @fr.loss(on_policy=False, max_staleness=None)

@@ -13,10 +13,10 @@ import math
 import numpy as np
 
 import flowrl as fr
-from flowrl.errors import ConfigError
 from flowrl_operators import _kl
-from flowrl_operators._options import checked
+from flowrl_operators._options import above_0, checked, required
 from flowrl_operators.advantages import at_last_token, masked_mean, masked_sum
+from flowrl_operators.advantages._arrays import held_within
 
 PAID = ("last", "every")
 KL_COUNTS = ("trained", "all")
@@ -96,6 +96,8 @@ def adaptive_kl_shaped(
     Other arguments as in `kl_shaped`. A step whose KL is not a number leaves the coefficient as it is.
     """
     checked("counts", counts, KL_COUNTS, "adaptive_kl_shaped")
+    _check_controller(target, horizon)
+    required("adaptive_kl_shaped needs count_eps >= 0", count_eps >= 0, count_eps=count_eps)
     now = float(state.setdefault("coefficient", coefficient))
     penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
     shaped = _with_reward(reward, penalty, loss_mask, token_rewards, now, paid, reward_clip)
@@ -128,8 +130,14 @@ def kl_penalised(
     """
     penalty = _penalty(policy_logprobs, ref_logprobs, loss_mask, kind, log_ratio_clip, value_clip)
     score = np.asarray(reward, np.float64)
-    score = score if reward_clip is None else score.clip(*reward_clip)
+    required("kl_penalised needs a finite coefficient", math.isfinite(coefficient), coefficient=coefficient)
+    score = held_within(score, reward_clip, "reward_clip")
     return score - coefficient * masked_sum(penalty, loss_mask, per="row")
+
+
+def _check_controller(target: float | None, horizon: float) -> None:
+    needs = "a KL controller needs target > 0 and horizon > 0"
+    required(needs, above_0(target, horizon), target=target, horizon=horizon)
 
 
 def next_kl_coefficient(
@@ -144,8 +152,7 @@ def next_kl_coefficient(
     """
     if target is None or not math.isfinite(kl):
         return coefficient
-    if target <= 0 or horizon <= 0:
-        raise ConfigError(f"a KL controller needs target > 0 and horizon > 0; found {target!r} and {horizon!r}")
+    _check_controller(target, horizon)
     error = min(max(kl / target - 1.0, -clip), clip)
     return coefficient * (1.0 + error * rows / horizon)
 
@@ -162,6 +169,12 @@ def kl_estimate(
         value_clip: the estimate is held within this on both sides (10 for k3 in verl, SkyRL and ROLL, for all kinds in
             OpenRLHF, NeMo-RL and AReaL).
     """
+    required(
+        "a KL estimate needs log_ratio_clip > 0 and value_clip > 0, or None",
+        above_0(log_ratio_clip, value_clip),
+        log_ratio_clip=log_ratio_clip,
+        value_clip=value_clip,
+    )
     value = _kl.kl_estimate(np, np.asarray(difference), kind, log_ratio_clip)
     return value if value_clip is None else np.clip(value, -value_clip, value_clip)
 
@@ -190,10 +203,10 @@ def _with_reward(
     reward_clip: tuple[float, float] | None,
 ) -> fr.Ragged:
     checked("paid", paid, PAID, "kl_shaped")
+    required("kl_shaped needs a finite coefficient", math.isfinite(coefficient), coefficient=coefficient)
     if token_rewards is not None:
         return fr.Ragged.like(token_rewards.values.astype(np.float64) - coefficient * penalty.values, mask)
-    score = np.asarray(reward, np.float64)
-    score = score if reward_clip is None else score.clip(*reward_clip)
+    score = held_within(np.asarray(reward, np.float64), reward_clip, "reward_clip")
     if paid == "last":
         given = at_last_token(score, mask).values
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 import flowrl as fr
 from flowrl.errors import ConfigError
-from flowrl_operators._options import checked
+from flowrl_operators._options import checked, required
 
 
 @fr.operator(writes={"reward": fr.SAMPLE.f32}, replaces=True)
@@ -33,6 +34,7 @@ def overlong(
         cap: False lets the ramp go on below -1 beyond `hard`, as verl, NeMo-RL, AReaL and ms-swift have it; TRL and OpenRLHF
             stop there.
     """
+    required("overlong needs a finite weight", math.isfinite(weight), weight=weight)
     end = soft * 5 // 4 if hard is None else hard
     if soft < 0 or end < soft:
         raise ConfigError(f"overlong needs 0 <= soft <= hard; found soft={soft}, hard={end}")
@@ -61,7 +63,7 @@ def stop_properly(
     """
     if (factor is None) == (value is None):
         raise ConfigError(f"stop_properly needs factor or value, one of them; found factor={factor}, value={value}")
-    if factor is not None and factor < 0:
+    if factor is not None and not 0 <= factor < math.inf:
         raise ConfigError(f"factor of stop_properly is at least 0; found {factor}; value=... puts a reward in place")
     reward = np.asarray(reward, np.float64)
     is_cut = np.asarray([reason == "length" for reason in finish_reason], bool)
@@ -123,6 +125,7 @@ def brevity(reward: fr.SAMPLE.f32, response_ids: fr.TOKEN.i32, *, weight: float 
         weight: multiplies the bonus.
         threshold: a response is right when its reward is at least this.
     """
+    required("brevity needs a finite weight", math.isfinite(weight), weight=weight)
     reward = np.asarray(reward, np.float64)
     length = response_ids.lengths.astype(np.float64)
     if not len(length) or length.max() == length.min():
@@ -161,7 +164,7 @@ def repetition(
         penalty: reward of a response that only repeats itself, in the limit; at most 0.
         unit: `"token"`: n-grams of token ids, as in TRL; `"word"`: of lower-cased words, as in ms-swift.
     """
-    if penalty > 0:
+    if not -math.inf < penalty <= 0:
         raise ConfigError(f"penalty of rewards.repetition is at most 0; found {penalty}")
     checked("unit", unit, ("token", "word"), "rewards.repetition")
     if unit == "word" and response is None:

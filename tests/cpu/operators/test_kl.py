@@ -185,3 +185,17 @@ def test_a_weight_that_is_not_finite_is_no_weight() -> None:
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         losses.kl(tensor([-1.0]).requires_grad_(), tensor([-2.0]), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("cap", "weight"), [(None, 0.0), (10.0, 10.0)])
+def test_a_weight_that_the_float_cannot_hold_has_a_finite_gradient(
+    dtype: torch.dtype, cap: float | None, weight: float
+) -> None:
+    live = torch.tensor([-1.0, -1.0], dtype=dtype, requires_grad=True)
+    reference, old = torch.tensor([-2.0, -2.0], dtype=dtype), torch.tensor([-1.0, -1e4], dtype=dtype)
+    term = losses.kl("k1", importance="value", importance_cap=cap)
+    value = term.function(live, reference, old, **dict(term.config))[0]
+    assert value.tolist() == [1.0, weight]
+    value.sum().backward()
+    assert live.grad is not None and live.grad.tolist() == [2.0, weight]
