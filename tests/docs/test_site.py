@@ -1,9 +1,12 @@
 """The documentation builds in strict mode: no broken link, no page left out, no reference that is not found."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,6 +17,14 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").is_file()
     assert (tmp_path / "site" / "reference" / "index.html").is_file()
+
+
+def test_links_within_a_page_lead_to_its_headings() -> None:
+    """A strict build says nothing of an anchor that is not there."""
+    text = (ROOT / "docs" / "explanation" / "where-systems-disagree.md").read_text(encoding="utf-8")
+    anchors = set(re.findall(r'<h[23] id="([^"]*)"', markdown.markdown(text, extensions=["toc", "tables"])))
+    wanted = set(re.findall(r"\]\(#([^)]*)\)", text))
+    assert wanted <= anchors and len(wanted) > 40
 
 
 def test_examples_of_docstrings_are_code() -> None:

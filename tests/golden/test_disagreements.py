@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.disagreements.__main__ import CHAPTERS, page
+from tests.golden.disagreements.index import anchor, by_system, contents, heading
 from tests.golden.disagreements.responses import DEVIATION, LONELY, OPERATORS, call
 from tests.golden.disagreements.tables import Row, checked, shown
 
@@ -19,6 +20,29 @@ def test_the_page_is_what_is_computed() -> None:
 def test_titles_are_distinct() -> None:
     titles = [section.title for sections in CHAPTERS.values() for section in sections]
     assert len(titles) == len(set(titles))
+
+
+def test_every_convention_of_the_page_is_in_the_table_of_its_system() -> None:
+    text = by_system(CHAPTERS)
+    for section in (section for sections in CHAPTERS.values() for section in sections):
+        for row in section.rows:
+            for name in row.systems.split():
+                system, _, convention = name.partition(".")
+                table = text.partition(f"### {heading(system)}\n")[2].partition("\n### ")[0]
+                call = f"`{row.option}`" if row.option else row.instead
+                lines = [line for line in table.splitlines() if f"`{convention}`" in line]
+                assert any(line.endswith(f" {call.replace('|', chr(92) + '|')} |") for line in lines), name
+
+
+def test_the_contents_have_every_section() -> None:
+    text = contents(CHAPTERS)
+    for section in (section for sections in CHAPTERS.values() for section in sections):
+        assert f"[{section.title}](#{anchor(section.title)})" in text
+
+
+def test_a_system_without_a_name_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="'other' is no system of verl"):
+        by_system({"Advantages": (replace(DEVIATION, rows=(Row("other.grpo", "group_norm()"),)),)})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from tests.golden.disagreements import losses, responses, rewards, tokens
+from tests.golden.disagreements.index import by_system, contents
 from tests.golden.disagreements.tables import Section, written
 
 CHAPTERS: dict[str, tuple[Section, ...]] = {
@@ -15,7 +16,7 @@ CHAPTERS: dict[str, tuple[Section, ...]] = {
     "Which prompts go on": (responses.DYNAMIC, responses.ODD_ONE),
     "Averages": (losses.AVERAGES, losses.MICRO_BATCHES),
     "Policy losses": (losses.EXTREME, losses.DUAL, losses.GSPO, losses.CISPO, losses.GMPO,
-                      losses.IMPORTANCE, losses.REJECTED),
+                      losses.TOO_FAR, losses.IMPORTANCE, losses.REJECTED),
     "KL and entropy": (losses.KL_FAR, losses.KL_NEAR, losses.ENTROPY),
     "Preferences": (rewards.SMOOTHING, rewards.IPO),
     "Rewards": (rewards.OVERLONG, rewards.COSINE, rewards.GRADERS, rewards.GSM8K),
@@ -28,6 +29,9 @@ Two systems say GRPO, or PPO, or KL, and compute different numbers. Mostly both 
 choice has a reason. But who moves a recipe from one to the other moves its choices too, or a learning rate no longer fits and
 nobody knows why. This page puts the same small inputs before each system, and says what each answers, what FlowRL answers, and
 which call of ours answers the same as they do.
+
+**Coming from another system?** The [last chapter](#by-system) has a table for each: its conventions, and our calls that do the
+same.
 
 **How to read it.** The first column names conventions: `verl.grpo_std` is how verl computes GRPO's advantage with a std. Each is
 pinned by a file of vectors in `tests/golden/data`, made by running that system's own code. Systems that agree share a line.
@@ -49,11 +53,11 @@ and prime-rl as of August 2026. All of them move; a line may be out of date when
 
 def page() -> str:
     """The page. Errors: AssertionError when a line of it is not true."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, contents(CHAPTERS)]
     for chapter, sections in CHAPTERS.items():
         parts.append(f"## {chapter}\n")
         parts.extend(written(section) for section in sections)
-    return "\n".join(parts)
+    return "\n".join([*parts, by_system(CHAPTERS)])
 
 
 if __name__ == "__main__":

@@ -285,11 +285,12 @@ def _weights(name: str) -> Cells:
     return (-3 * at(found["grad_log_prob"])[0],)  # the ratio is 1, so that a gradient is -weight / 3
 
 
-def _our_weights(text: str) -> Cells:
-    given = {"old_logprobs": [-1.0] * 3, "rollout_logprobs": UNKNOWN}
+def our_weights(text: str, sampler: list[float]) -> Cells:
+    """The weights of three tokens with these log-probabilities of the sampler."""
+    given = {"old_logprobs": [-1.0] * 3, "rollout_logprobs": sampler, "logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
     columns = {name: torch.tensor([values], dtype=torch.float64) for name, values in given.items()}
     only = torch.eye(3)[:, None, :]
-    loss = evaluated(text, **LOSSES)
+    loss = losses.reinforce() * evaluated(text, **LOSSES)  # 1 at each of these tokens, without a weight
     return (np.array([fr.apply_loss(loss, columns, one, average="token_sum")[0].item() for one in only]),)
 
 
@@ -300,7 +301,7 @@ IMPORTANCE = Section(
     "make of it.",
     given="Log-probabilities −1 of the trainer; −∞, NaN and −1.1 of the sampler. Answer: the three weights.",
     system=_weights,
-    ours=_our_weights,
+    ours=lambda text: our_weights(text, UNKNOWN),
     rows=(
         Row("nemo.guard_is_nonfinite nemo.guard_icepop_nonfinite", "truncated_importance(None)"),
         Row("areal.guard_rs_tok_mask_ratio", 'masked_importance(0.8, 1.2, unknown="equal")'),
@@ -312,16 +313,65 @@ IMPORTANCE = Section(
 )  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------- far from the sampler
+
+APART = [-1.0 - math.log(0.3), -1.0 - math.log(1.1), -1.0 - math.log(3.0)]
+"""Log-probabilities of the sampler; those of the trainer are -1, so that the weights are 0.3, 1.1 and 3."""
+
+
+def _apart(name: str) -> Cells:
+    old, mask = [[-1.0] * 3], [[1] * 3]
+    if name.startswith(("trl", "verl")):
+        inputs = {"train_log_prob": old, "rollout_log_prob": [APART], "mask": mask, "response_mask": mask}
+        found = mapped("rollout_correction", name, inputs)
+        return (at(found["weights" if name.startswith("verl") else "importance_sampling_ratio"])[0],)
+    inputs = {"log_probs": old, "old_log_probs": old, "rollout_log_probs": [APART], "mask": mask}
+    outputs = {"loss": 0.0, "grad_log_prob": [[0.0] * 3]}
+    found = mapped("policy_loss", name, {**inputs, "advantages": [[1.0] * 3]}, outputs)
+    count = 1 if name.endswith("_sum") else 3  # of tokens, which a gradient is divided by
+    return (-count * at(found["grad_log_prob"])[0],)
+
+
+TOO_FAR = Section(
+    title="TIS or IcePop: a token on which sampler and trainer disagree",
+    text="The weight exp(trainer − sampler) of a token corrects for a sampler that is not quite the policy. Far from 1 it "
+    "says more about rounding, or about a stale engine, than about the token. Truncated importance sampling (TIS) holds it "
+    "at a bound; IcePop gives weight 0 to the token, and only to it: the rest of its response trains on.",
+    given="Log-probabilities −1 of the trainer; sampler's such that the weights are 0.3, 1.1 and 3. Answer: what they become.",
+    system=_apart,
+    ours=lambda text: our_weights(text, APART),
+    rows=(
+        Row("verl.is_token_2.0 nemo.ppo_tis_None_2.0", "truncated_importance(2.0)"),
+        Row("trl.vllm_is_token_truncate_0.5_2.0 openrlhf.ppo_is_token_clip_ratio", "truncated_importance(2.0, floor=0.5)"),
+        Row("slime.tis", "truncated_importance(1.2, floor=0.5)"),
+        Row("skyrl.ppo_tis_token_sum", "truncated_importance(1.2)"),
+        Row("verl.is_token_0.5_2.0", "masked_importance(0.5, 2.0)"),
+        Row("nemo.ppo_icepop_0.8_1.25 openrlhf.ppo_is_token_mask_ratio", "masked_importance(0.8, 1.25)"),
+        Row("slime.icepop", "masked_importance(0.8, 1.2)"),
+        Row("trl.vllm_is_token_mask_0.7_1.4", "masked_importance(0.7, 1.4)"),
+        Row("nemo.ppo_is_untruncated", "truncated_importance(None)"),
+    ),
+    default="truncated_importance()",
+    why="TIS with the bound 2 loses no token. `masked_importance()` is IcePop with the paper's bounds, 0.5 and 5.",
+    note="The bounds are arguments everywhere, and these are those that the recorded runs were given. One weight for a whole "
+    'response is `level="sequence"`.',
+)  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------------------- rejection
 
 LIVE, SAMPLER = [[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-2.0, -2.0]]
 
 
 def _rejected(name: str) -> Cells:
-    old = SAMPLER if name.startswith("verl") else LIVE  # there the sampler is the old policy
-    inputs = {"log_probs": LIVE, "old_log_probs": old, "rollout_log_probs": SAMPLER, "mask": [[1, 1], [1, 1]]}
+    inputs = {"log_probs": LIVE, "old_log_probs": LIVE, "rollout_log_probs": SAMPLER, "mask": [[1, 1], [1, 1]]}
     outputs = {"loss": 0.0, "grad_log_prob": [[0.0] * 2] * 2}
-    if name.startswith("verl"):
+    if name.startswith("verl"):  # the mask alone; what is left goes to a loss that knows nothing of it
+        apart = (np.array(LIVE) - np.array(SAMPLER)).tolist()
+        kept = mapped(
+            "rollout_correction", name, {"log_ratio_train_minus_rollout": apart, "response_mask": inputs["mask"]}
+        )
+        inputs, name = {**inputs, "mask": at(kept["mask"]).tolist()}, "verl.ppo_dualclip_token-mean"
         del inputs["rollout_log_probs"]
     found = mapped("policy_loss", name, {**inputs, "advantages": [[1.0, 1.0]] * 2}, outputs)
     return (float(found["loss"]),)
@@ -357,7 +407,7 @@ REJECTED = Section(
             "openrlhf.ppo_is_seq_mask_ratio nemo.ppo_seq-mask-tis_0.95_1.05 areal.decoupled_rs_seq_mask_ratio_mean",
             'update(ppo_clip(0.2) * within_drift(0.8, 1.25, over="mean"))',
         ),
-        Row("verl.bypass_ppo_clip_icepop_rs", 'update(ppo_clip(0.2), mask=drift(low=0.8, high=1.25, over="mean"))'),
+        Row("verl.rs_seq_mean_k1_0.9_1.1", 'update(ppo_clip(0.2), mask=drift(low=0.9, high=1.1, over="mean"))'),
     ),
     default='update(ppo_clip(0.2) * within_drift(0.8, 1.25, over="mean"))',
     label="FlowRL, as a term",
@@ -406,7 +456,9 @@ KL_FAR = Section(
         Row("nemo.k2 areal.k2 openrlhf.k2", 'kl("k2", value_clip=10.0)'),
     ),
     default="kl()",
-    why='exp cannot overflow, and what is reported is not cut short. For a pull that never ends: `gradient="k2"`.',
+    why="d is held within ±20 before exp, which cannot overflow then: what is reported is right up to there (23.5 is "
+    "reported as 19), and not only up to 10. A pull that never ends is `gradient=\"k2\"` together with "
+    "`log_ratio_clip=None`.",
     source=RECORDED,
 )  # fmt: skip
 
