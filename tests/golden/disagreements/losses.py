@@ -456,9 +456,8 @@ KL_FAR = Section(
         Row("nemo.k2 areal.k2 openrlhf.k2", 'kl("k2", value_clip=10.0)'),
     ),
     default="kl()",
-    why="d is held within ±20 before exp, which cannot overflow then: what is reported is right up to there (23.5 is "
-    "reported as 19), and not only up to 10. A pull that never ends is `gradient=\"k2\"` together with "
-    "`log_ratio_clip=None`.",
+    why="exp cannot overflow: d is held within ±20 before it, so that 23.5 is reported as 19. Nearer than that what is "
+    'reported is not cut, where most have 10 at most. For a pull that never ends: `gradient="k2"`.',
     source=RECORDED,
 )  # fmt: skip
 
