@@ -76,6 +76,12 @@ def weights(
     """
     whole = Totals.of(counts, prompts) if totals is None else totals
     trains = counts > 0
+    tokens, rows = int(counts.sum()), int(trains.sum())
+    if not (whole.num_tokens >= tokens and whole.num_rows >= rows):
+        raise ConfigError(
+            f"the totals of a step are at least those of a part, {tokens} tokens in {rows} rows; found {whole.num_tokens} tokens "
+            f"in {whole.num_rows} rows"
+        )
     num_rows = _num_rows(average, whole)
     row = np.where(trains, 1.0 / num_rows, 0.0)
     match average.kind:

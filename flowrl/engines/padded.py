@@ -124,6 +124,10 @@ def evaluate_padded(
         raise SchemaError(f"the mask of apply_loss is a tensor [rows, tokens]; found {found}")
     refuse_lone_weights(loss)
     _refuse_misspelt(loss, columns)
+    if mask.is_floating_point() and bool(mask.isnan().any()):
+        raise SchemaError("the mask of apply_loss is 0 or not, at each token; found NaN")
+    if totals is not None and not isinstance(totals, Totals):
+        raise ConfigError(f"the totals of a step are fr.Totals(num_tokens, num_rows); found {type(totals).__name__}")
     chosen = mask != 0
     segments = Segments.of(chosen.nonzero()[:, 0], len(chosen))
     scope = PlainScope(columns, chosen, segments)

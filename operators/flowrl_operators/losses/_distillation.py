@@ -105,6 +105,7 @@ def forward_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `forward_kl`, `inside_mass` (the student's probability of the k).
     """
+    _check_ids("forward_kl", logits, teacher_ids, teacher_logprobs)
     ours, theirs = _log_softmax(logits).gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
     rest = _rest(theirs, ours) if outside == "bucket" else None
@@ -143,6 +144,7 @@ def reverse_kl(
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `reverse_kl`, `inside_mass` (the student's probability of the k).
     """
+    _check_ids("reverse_kl", logits, teacher_ids, teacher_logprobs)
     everything = _log_softmax(logits)
     ours, theirs = everything.gather(-1, teacher_ids.long()), teacher_logprobs
     mass = ours.detach().exp().sum(-1)
@@ -199,6 +201,22 @@ def distillation_gradient(
         metrics["dropped"] = fell.to(pull.dtype)
         pull = pull.masked_fill(fell, 0.0)
     return -pull * ratio, metrics
+
+
+def _check_ids(name: str, logits: Tensor, ids: Tensor, logprobs: Tensor) -> None:
+    """Refuse ids that are none here: on a GPU, reading beyond the vocabulary ends the whole process."""
+    width = logits.shape[-1]
+    if ids.shape != logprobs.shape or ids.shape[-1] > width:
+        raise DataError(
+            f"{name} needs teacher_ids and teacher_logprobs of one shape, [tokens, k] with k at most the vocabulary, {width}; "
+            f"found {list(ids.shape)} and {list(logprobs.shape)}"
+        )
+    least, most = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
+    if least < 0 or most >= width:
+        raise DataError(
+            f"{name} needs teacher_ids of the student's vocabulary, 0 to {width - 1}; found {least} to {most}: a teacher with "
+            "another tokenizer cannot be compared token by token"
+        )
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -29,14 +29,15 @@ def row_scores(per_token: Tensor, segments: Any, reduce: str) -> Tensor:
     return segments.sum(wide) if reduce == "sum" else segments.mean(wide)
 
 
-def find_pairs(pair_id: Sequence[str], chosen: Tensor) -> tuple[Tensor, Tensor]:
+def find_pairs(pair_id: Sequence[str] | Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Row indices of the chosen and of the rejected responses, pair by pair."""
     import torch
 
     # `chosen` is brought to the host once: a pair that is none must be refused with its name, not be trained on
     winners: dict[str, int] = {}
     losers: dict[str, int] = {}
-    for row, (pair, is_chosen) in enumerate(zip(pair_id, chosen.tolist(), strict=True)):
+    keys = pair_id.tolist() if isinstance(pair_id, torch.Tensor) else pair_id  # no two tensors are one key
+    for row, (pair, is_chosen) in enumerate(zip(keys, chosen.tolist(), strict=True)):
         side = winners if is_chosen else losers
         if pair in side:
             raise DataError(

@@ -105,3 +105,19 @@ def test_a_wrong_option_is_refused_before_a_batch(option: dict[str, Any]) -> Non
         losses.ppo_clip(**option)
     with pytest.raises(ConfigError, match="found"):
         losses.ppo_clip(LOGPROBS[0], LOGPROBS[0], LOGPROBS[0], **option)
+
+
+@pytest.mark.parametrize("totals", [fr.Totals(4, 2), fr.Totals(5, 1), fr.Totals(0, 0), fr.Totals(-5, -5)])
+def test_a_part_has_no_more_than_the_whole(totals: fr.Totals) -> None:
+    columns = {"logprobs": LOGPROBS, "advantage": ADVANTAGE}
+    with pytest.raises(ConfigError, match="at least those of a part, 5 tokens in 2 rows; found"):
+        fr.apply_loss(losses.reinforce(), columns, MASK, totals=totals)
+    assert float(fr.apply_loss(losses.reinforce(), columns, MASK, totals=fr.Totals(5, 2))[0]) == pytest.approx(0.2)
+
+
+def test_totals_and_mask_are_looked_at() -> None:
+    columns = {"logprobs": LOGPROBS, "advantage": ADVANTAGE}
+    with pytest.raises(ConfigError, match=r"fr.Totals\(num_tokens, num_rows\); found int"):
+        fr.apply_loss(losses.reinforce(), columns, MASK, totals=5)  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match="0 or not, at each token; found NaN"):
+        fr.apply_loss(losses.reinforce(), columns, MASK * float("nan"))

@@ -1,6 +1,7 @@
 """Distillation: limits, what a cut vocabulary does, extremes, the policy gradient of the reverse KL."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,3 +263,17 @@ def test_flows_of_distillation_have_no_problem() -> None:
 
     for flow in (cut, gradient, by_advantage):
         assert flow.check() == (), flow
+
+
+@pytest.mark.parametrize("loss", [losses.forward_kl, losses.reverse_kl])
+def test_ids_of_another_vocabulary_are_refused(logits: tuple[Tensor, Tensor], loss: Any) -> None:
+    student, _ = logits
+    ids, logprobs = torch.arange(3).repeat(6, 1), torch.full((6, 3), -2.0, dtype=F64)
+    assert loss(student, ids, logprobs)[0].shape == (6,)
+    for wrong, found in ((ids + 7, "7 to 9"), (ids - 1, "-1 to 1")):
+        with pytest.raises(DataError, match=f"teacher_ids of the student's vocabulary, 0 to 8; found {found}"):
+            loss(student, wrong, logprobs)
+    with pytest.raises(DataError, match=r"of one shape, .* found \[6, 3\] and \[6, 2\]"):
+        loss(student, ids, logprobs[:, :2])
+    with pytest.raises(DataError, match=r"k at most the vocabulary, 9; found \[6, 12\]"):
+        loss(student, torch.zeros(6, 12, dtype=torch.int64), torch.zeros(6, 12))

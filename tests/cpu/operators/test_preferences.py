@@ -463,3 +463,11 @@ def test_flows_of_the_family_have_no_problem() -> None:
 
     for flow in (mixed, kto, without_reference):
         assert flow.check() == (), flow
+
+
+def test_pairs_may_be_numbered_by_a_tensor() -> None:
+    columns, mask = batch(2)
+    by_text = fr.apply_loss(losses.dpo(), columns, mask)[0]
+    known = {pair: number for number, pair in enumerate(dict.fromkeys(columns["pair_id"]))}  # type: ignore[call-overload]
+    numbers = torch.tensor([known[pair] for pair in columns["pair_id"]])  # type: ignore[attr-defined]
+    assert fr.apply_loss(losses.dpo(), columns | {"pair_id": numbers}, mask)[0] == by_text
