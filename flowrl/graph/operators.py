@@ -19,14 +19,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from flowrl.errors import ConfigError, SchemaError
+import numpy as np
+
+from flowrl.errors import ConfigError, DataError, SchemaError
 from flowrl.graph.annotations import refuse_misfit
 from flowrl.graph.code import Decorated, code_hash, digest, reduced, refuse_changed, resolve
 from flowrl.graph.values import EMPTY_MAP, FrozenMap, Scalar, freeze, freeze_config, frozen_defaults
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import STANDARD
-from flowrl.schema.types import Asked, ColumnType
+from flowrl.schema.types import TOKEN, Asked, ColumnType
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,8 @@ class Operator(Decorated):
             return self.bind(*args[1:], **config)(args[0])
         needed = [read.param for read in self.reads if not read.is_optional]
         if len(args) >= len(needed) and args:
+            if not self.declared.each_row:
+                _refuse_uneven(self, args, config)
             return self.function(*args, **config)
         if any(map(_is_array, (*args, *config.values()))):
             raise ConfigError(
@@ -244,6 +248,30 @@ class Operator(Decorated):
 
     def __repr__(self) -> str:
         return f"<operator {self.name} ({', '.join(map(str, self.reads))})>"
+
+
+def _refuse_uneven(op: Operator, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Columns of a call on arrays belong together, as in a table they do. Errors: DataError."""
+    last = op.reads[-1]  # the one that takes any number, where there is such
+    named = [(read, args[place]) for place, read in enumerate(op.reads) if place < len(args)]
+    named += [(last, value) for value in args[len(op.reads) :]]
+    named += [(read, given[read.param]) for read in op.reads if read.param in given]
+    columns = [(read, value) for read, value in named if _is_array(value)]
+    counts = [len(value) for _, value in columns]
+    if len(set(counts)) > 1:
+        found = ", ".join(f"{read.param} {count}" for (read, _), count in zip(columns, counts, strict=True))
+        raise DataError(f"'{op.__name__}' needs columns of equally many rows; found {found}")
+    tokens = [
+        (r, v) for r, v in columns if isinstance(v, Ragged) and r.type is not None and r.type.granularity is TOKEN
+    ]
+    for read, value in tokens[1:]:
+        first, like = tokens[0]
+        if value.offsets is not like.offsets and not np.array_equal(value.offsets, like.offsets):
+            row = int(np.flatnonzero(value.lengths != like.lengths)[0])
+            raise DataError(
+                f"'{op.__name__}' needs one value per token in every column; in row {row}, {first.param} has "
+                f"{like.lengths[row]} and {read.param} {value.lengths[row]}"
+            )
 
 
 def _is_array(value: Any) -> bool:
