@@ -3,8 +3,8 @@
 Paper: arXiv 1707.06347.
 
 Beside GRPO: one answer per prompt. A second model predicts the return at each token and is trained beside the policy;
-advantages are per token; the KL to the reference is part of the reward; a batch is gone through twice, in mini-
-batches.
+advantages are per token; the KL to the reference is part of the reward; a batch is gone through twice, in
+mini-batches.
 """
 
 import flowrl as fr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Protocol, Self
 from flowrl.engines import REMARKS
 from flowrl.engines.protocol import Host
 from flowrl.errors import RunError
+from flowrl.graph import packs
 from flowrl.graph.losses import Loss
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall
@@ -184,9 +186,13 @@ def describe(
         "options": {**asdict(options), "schedule": repr(options.schedule)},
         "versions": {
             "python": platform.python_version(),
-            **{p: _version(p) for p in ("flowrl", "torch", "transformers", "vllm", "pyarrow")},
+            **{p: _version(p) for p in ("flowrl", "numpy", "pyarrow", "torch", "transformers", "vllm")},
+            **_pack_versions(graph),
         },
     }
+
+
+NAME = re.compile(r"[\w.-]+")
 
 
 def _specs(graph: Graph) -> Iterator[tuple[str, str]]:
@@ -199,6 +205,19 @@ def _specs(graph: Graph) -> Iterator[tuple[str, str]]:
                 yield from ((term.name, term.hash) for term in value.terms())
         if node.body is not None:
             yield from _specs(node.body)
+
+
+def _pack_versions(graph: Graph) -> dict[str, str | None]:
+    """Versions of the distributions whose operators a graph holds, and of what these are installed with.
+
+    A hash covers the code of an operator's own package; what it imports may change under it (math-verify, say).
+    """
+    tops = {name.partition(":")[0].partition(".")[0] for name, _ in _specs(graph)}
+    own = sorted(pack.distribution for pack in packs.packs() if pack.module.partition(".")[0] in tops)
+    texts = [text for dist in own for text in metadata.requires(dist) or ()]
+    below = sorted({match[0] for text in texts if (match := NAME.match(text))})
+    found = {dist: _version(dist) for dist in (*own, *below)}
+    return {dist: version for dist, version in found.items() if version is not None}
 
 
 def _model(model: Model) -> dict[str, Any]:

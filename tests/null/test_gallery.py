@@ -16,8 +16,25 @@ MAKERS = {
     "critic": lambda run: fr.Model(None, head="value"),
     "judge": lambda run: fr.Model(None, head="reward"),
 }
-NAMED = ("PPO GRPO Dr.GRPO DAPO RLOO REINFORCE++ ReMax GSPO CISPO GMPO OPO GPG MaxRL GDPO online-DPO RAFT distillation SFT "
-         "DPO reward-model").split()  # fmt: skip
+NAMED = {
+    *(
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "remax",
+        "gspo",
+        "cispo",
+        "gmpo",
+        "opo",
+        "gpg",
+        "maxrl",
+        "gdpo",
+    ),
+    *("online_dpo", "raft", "distill", "sft", "dpo", "reward_model"),
+}
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -30,7 +47,8 @@ def test_it_checks_and_runs(run: TinyRun) -> None:
 
 
 def test_none_is_missing() -> None:
-    assert len(RUNS) == len(NAMED)
+    assert set(RUNS) == NAMED
+    assert all(run.flow.name == name for name, run in RUNS.items())
 
 
 def test_dapo_judges_groups_by_right_and_wrong_alone() -> None:

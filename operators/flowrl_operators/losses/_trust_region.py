@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from flowrl_operators.losses._common import Output
 
 
+LOW = {"tv": 0.15, "binary_kl": 0.05}
+"""Usual bounds of a token's divergence."""
+
+
 def _check_dppo(
     *,
     divergence: str,
-    low: float,
+    low: float | None,
     high: float | None,
     drop: str,
     value: str,
@@ -44,7 +48,7 @@ def dppo(
     advantages: fr.TOKEN.f32.or_broadcast("advantage"),
     *,
     divergence: str = "tv",
-    low: float = 0.15,
+    low: float | None = None,
     high: float | None = None,
     drop: str = "pushed",
     value: str = "log",
@@ -58,7 +62,8 @@ def dppo(
 
     Args:
         divergence: `"tv"`: |p - p_old|; `"binary_kl"`: KL(old || new) of the token against all others together.
-        low: greatest divergence where A < 0; it applies to steps that lower p.
+        low: greatest divergence where A < 0; it applies to steps that lower p. None takes 0.15 for `"tv"` and 0.05 for
+            `"binary_kl"`.
         high: greatest divergence where A > 0, to steps that raise p; None takes `low`.
         drop: which tokens past it are left out: `"pushed"`, those that A pushes farther (the paper, verl, SkyRL,
             prime-rl); `"all"`, whatever A says: `low` bounds falls of p and `high` rises (prime-rl's IPO trust region).
@@ -72,14 +77,15 @@ def dppo(
     """
     import torch
 
-    upper = low if high is None else high
+    lower = LOW[divergence] if low is None else low
+    upper = lower if high is None else high
     new, old = logprobs.detach(), old_logprobs.detach()
     moved = new.exp() - old.exp()
     distance = moved.abs() if divergence == "tv" else _binary_kl(new, old)
     rises, falls = moved > 0, moved < 0
     if drop == "pushed":
         rises, falls = rises & (advantages > 0), falls & (advantages < 0)
-    is_out = (rises & (distance > upper)) | (falls & (distance > low))
+    is_out = (rises & (distance > upper)) | (falls & (distance > lower))
     step = held(logprobs - old, log_ratio_clip)
     ratio = step.detach().exp()
     weight = torch.where(is_out, 0.0, ratio if cap is None else ratio.clamp(max=cap)) * advantages

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 import flowrl as fr
 from flowrl.errors import DataError, MissingExtra
@@ -77,7 +78,26 @@ def math(
     said = parse(found, parsing_timeout=None)
     if percent == "distinct" and _is_percent(gold) != _is_percent(said):
         return float(wrong)
-    return 1.0 if verify(gold, said, strict=strict, timeout_seconds=None) else float(wrong)
+    if strict or not any(_has_several_variables(side) for side in (gold, said)):
+        is_right = verify(gold, said, strict=strict, timeout_seconds=None)
+    else:
+        pairs = ((gold, said), (_by_position(gold), _by_position(said)))
+        is_right = any(verify(*pair, strict=True, timeout_seconds=None) for pair in pairs)
+    return 1.0 if is_right else float(wrong)
+
+
+def _has_several_variables(parsed: Sequence[Any]) -> bool:
+    return any(len(getattr(item, "free_symbols", ())) > 1 for item in parsed)
+
+
+def _by_position(parsed: Sequence[Any]) -> list[Any]:
+    """Variables renamed in the order of their names. math-verify pairs those of two expressions in the order of two sets, which
+    is another one in each process."""
+    found = []
+    for item in parsed:
+        names = sorted(getattr(item, "free_symbols", ()), key=str)
+        found.append(item.xreplace({n: type(n)(f"v{i}") for i, n in enumerate(names)}) if names else item)
+    return found
 
 
 def _is_not_about_timeouts(record: logging.LogRecord) -> bool:

@@ -1,5 +1,7 @@
 """rewards.math judges as math-verify does, and never falls back."""
 
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -82,3 +84,18 @@ def test_rows_are_judged_in_worker_processes_as_here() -> None:
     np.testing.assert_array_equal(there.rows["reward"], here.rows["reward"])
     assert list(there.rows["row_error"]) == list(here.rows["row_error"])
     assert there.rows["row_error"][2].startswith("DataError: math-verify finds no mathematics")
+
+
+@pytest.mark.parametrize("seed", ["0", "3", "5"])
+def test_variables_are_paired_alike_in_every_process(seed: str) -> None:
+    # math-verify pairs the variables of two expressions in the order of sets, which differs from process to process
+    pairs = [("$a+b$", "$b+a$"), ("$a-b$", "$x-y$"), ("$x-y$", "$b-a$")]
+    code = f"from flowrl_operators import rewards; print([rewards.math(a, b, strict=False) for a, b in {pairs!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "[1.0, 1.0, 0.0]", done.stderr

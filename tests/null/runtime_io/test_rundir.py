@@ -6,11 +6,13 @@ import select
 import subprocess
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import flowrl as fr
 from flowrl.errors import ConfigError, RunError
 from flowrl.runtime.rundir import RunDir
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
@@ -271,3 +273,23 @@ def test_a_run_named_without_its_folder_is_found(tmp_path: Path) -> None:
         RunDir.open(tmp_path / made.path.name)
     with pytest.raises(RunError, match="there is no run beside it"):
         RunDir.open(tmp_path / "other")
+
+
+def test_a_run_says_which_versions_of_packs_and_of_what_they_need_it_ran_with(tmp_path: Path) -> None:
+    from flowrl_operators import advantages, losses, rewards
+
+    @fr.flow
+    def small(prompts, policy):
+        rows = advantages.group_norm(rewards.exact(fr.rollout(policy, prompts, n=2)))
+        return fr.update(policy, rows, loss=losses.ppo_clip(0.2))
+
+    prompts = [{"prompt": "1+1=", "answer": "2"}]
+    run = fr.run_local(
+        small, steps=1, engine="null", prompts=prompts, policy="null", progress="off", out=str(tmp_path / "run")
+    )
+    versions = json.loads((Path(run.path) / "run.json").read_text())["versions"]
+    assert versions["flowrl-operators"] == versions["flowrl"] and "numpy" in versions
+    try:
+        assert versions["math-verify"] == metadata.version("math-verify")
+    except metadata.PackageNotFoundError:
+        assert "math-verify" not in versions
