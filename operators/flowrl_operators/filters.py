@@ -209,6 +209,8 @@ def top(score: fr.SAMPLE.f32.named_by("by"), *, k: int = 1, by: str = "reward", 
 def best_and_worst(score: fr.SAMPLE.f32.named_by("by"), prompt_id: fr.PROMPT.str, *, by: str = "reward"):
     """Keep the best and the worst row of each group as a preference pair: `pair_id` (the prompt's id) and `chosen`.
 
+    The pairs of online DPO (arXiv 2402.04792).
+
     Groups whose scores are all equal give no pair. NaN scores are left out.
     """
     values = np.asarray(score, np.float64)

@@ -269,6 +269,8 @@ def part_by_length(
 ):
     """Share rows out to `parts` parts of nearly equal work: `part`, from 0. Fewer rows than parts leave the last parts empty.
 
+    By Karmarkar and Karp's differencing (1982), or greedily.
+
     Work is tokens + quadratic * tokens^2, prompt and response together.
 
     Args:
@@ -293,7 +295,7 @@ def batch_by_tokens(
     fit: str = "longest_first",
     long_rows: str = "alone",
 ):
-    """Number the batches of at most `max_tokens` tokens, prompt and response together: `micro_batch`, from 0.
+    """Token budget: number the batches of at most `max_tokens` tokens, prompt and response together: `micro_batch`, from 0.
 
     Args:
         fit, long_rows: as in `token_batches`.

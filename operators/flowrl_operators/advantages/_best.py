@@ -29,7 +29,7 @@ def pass_at_k(
     counts: str = "trained",
     by: str = "prompt_id",
 ):
-    """Advantage for the greatest reward among k responses: what a response adds to the greatest of k - 1 others.
+    """pass@k: the advantage for the greatest reward among k responses: what a response adds to the greatest of k - 1 others.
 
     A_i = mean over all sets S of k - 1 other rows of max(R_i - max of S, 0). With k the size of the group only the best
     response gets something, its distance from the second best: Tang et al. (arXiv 2503.19595), as in verl. Smaller k:

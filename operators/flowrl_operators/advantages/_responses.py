@@ -147,7 +147,7 @@ def batch_norm(
     count_ratio: str = "exact",
     of: str = "reward",
 ):
-    """A_i = (R_i - mean) / (std + eps) over the whole step, or over the rows with the same `by` (e.g. each role apart).
+    """Batch-level: A_i = (R_i - mean) / (std + eps) over the whole step, or over rows of the same `by` (each role apart, say).
 
     The global normalisation of REINFORCE++ (arXiv 2501.03262) at the level of responses. Rows are left out as in
     `group_norm`.

@@ -29,7 +29,7 @@ def bradley_terry(
     center: float = 0.0,
     margin_by: str | None = None,
 ) -> Output:
-    """Reward model: -log sigma(s_w - s_l - margin), s the score of each response.
+    """Reward model, pairwise: -log sigma(s_w - s_l - margin), s the score of each response.
 
     From Bradley and Terry (1952), as used by InstructGPT (arXiv 2203.02155).
 

@@ -78,7 +78,7 @@ def code(
     processes: int = 32,
     why: str | None = None,
 ) -> float | dict[str, float | str]:
-    """Share of the tests that the program in a response passes; 0.0 for a response without a program.
+    """Code execution: share of the tests that the program in a response passes; 0.0 for a response without a program.
 
     The tests of a prompt are text in one of these forms (JSON, but for the last):
 

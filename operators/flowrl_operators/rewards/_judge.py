@@ -70,7 +70,7 @@ def judge(
     concurrency: int = 8,
     extra: Mapping[str, Any] | None = None,
 ) -> float:
-    """The score a language model gives a response, brought from [low, high] to [0, 1].
+    """LLM judge: the score a language model gives a response, brought from [low, high] to [0, 1].
 
     Asks `url`/chat/completions of any server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, hosted ones). Rows are asked
     side by side. A row whose judge does not answer, or answers without a score, gets NaN and the reason in `row_error`.

@@ -85,7 +85,7 @@ def choice_letter(text: str, *, letters: str = "ABCDE") -> str | None:
 
 @fr.reward
 def choice(response: str, answer: str, *, letters: str = "ABCDE", format_score: float = 0.0) -> float:
-    """1.0 when the response chooses the right letter, `format_score` for another letter, 0.0 for none.
+    """Multiple choice: 1.0 when the response chooses the right letter, `format_score` for another letter, 0.0 for none.
 
     Args:
         letters: the letters there are, in capitals.
@@ -175,7 +175,7 @@ def short_answer(
     separator: str | None = None,
     format_score: float = 0.0,
 ) -> float:
-    """1.0 when response and answer are the same in SQuAD's normalised form, `format_score` when not, 0.0 for no answer.
+    """Exact match in SQuAD's normalised form: 1.0 for the answer, `format_score` for another one, 0.0 for no answer.
 
     Args:
         pattern: judge only what this regular expression finds last (`ANSWER_TAG`); nothing found is 0.0.

@@ -35,6 +35,16 @@ SPOKEN = {
     "BNPO": "losses.ppo_clip",
     "VAPO": "advantages.gae",
     "Kimi": "losses.dro",
+    "multiple choice": "rewards.choice",
+    "exact match": "rewards.short_answer",
+    "code execution": "rewards.code",
+    "LLM judge": "rewards.judge",
+    "Karmarkar": "samplers.part_by_length",
+    "token budget": "samplers.batch_by_tokens",
+    "batch-level": "advantages.batch_norm",
+    "pairwise": "losses.bradley_terry",
+    "online DPO": "filters.best_and_worst",
+    "pass@k": "advantages.pass_at_k",
 }
 """What people call a thing, and one of the places where it is."""
 
