@@ -28,7 +28,7 @@ FLOWS = {
     "ppo_warm": ("ppo", 2),
     "sft": ("supervised", 1),
 }
-EXAMPLES = {"sft": 1, "grpo": 5, "rloo": 3, "ppo": 8, "dapo": 4, "reinforce_pp": 5}
+EXAMPLES = {"sft": 1, "grpo": 5, "rloo": 3, "ppo": 8, "dapo": 5, "reinforce_pp": 5}
 
 
 def flow(name: str) -> fr.Flow:
