@@ -29,7 +29,7 @@ from flowrl_operators.advantages._arrays import (
 from flowrl_operators.advantages._best import pass_at_k
 from flowrl_operators.advantages._distillation import distillation
 from flowrl_operators.advantages._groups import BASELINES, SCALES, group_statistics, groups_of, has_spread
-from flowrl_operators.advantages._optimal import optimal_token_baseline
+from flowrl_operators.advantages._optimal import optimal_token_baseline, sum_pi_squared
 from flowrl_operators.advantages._parts import gdpo, multi_reward
 from flowrl_operators.advantages._preferences import kto_baseline
 from flowrl_operators.advantages._responses import (
@@ -76,6 +76,7 @@ __all__ = [
     "remax",
     "reward_to_go",
     "rloo",
+    "sum_pi_squared",
     "whiten",
     "whitened",
 ]

@@ -17,6 +17,12 @@ BLOCK = 1 << 14
 """Tokens worked on at a time: their temporaries stay in the cache of a core."""
 
 
+def token_blocks(values: np.ndarray) -> Iterator[slice]:
+    """Slices of the tokens of an array [T, k], so that temporaries of a block stay at some ten megabytes."""
+    step = max(1, (1 << 20) // max(1, values.shape[-1]))
+    return (slice(start, start + step) for start in range(0, len(values), step))
+
+
 # --- what belongs to a row ------------------------------------------------------------------------------------------------
 
 
@@ -35,7 +41,8 @@ def any_in_row(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def counted(reward: np.ndarray, loss_mask: fr.Ragged | None) -> np.ndarray:
-    """[N] true for rows that count in statistics; see [Note: Rows that say nothing]."""
+    """[N] true for rows that count in means and deviations: their reward is finite and, where a mask is there to tell, they have
+    a token that trains."""
     known = np.isfinite(reward)
     return known if loss_mask is None else known & any_in_row(as_bool(loss_mask).values, loss_mask.offsets)
 

@@ -118,7 +118,7 @@ def rounded(ratio: np.ndarray | float, count_ratio: str) -> np.ndarray:
 
 
 def has_spread(values: np.ndarray) -> bool:
-    """Whether numbers differ by more than float32 rounding; see [Note: Rounding is no signal]."""
+    """Whether numbers differ by more than a few float32 steps; what differs by less counts as equal."""
     if len(values) < 2:
         return False
     return float(np.ptp(values)) > ROUNDING * float(np.abs(values).max())

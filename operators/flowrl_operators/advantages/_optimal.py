@@ -13,13 +13,35 @@ from flowrl_operators.advantages._arrays import (
     at_last_token,
     packed,
     reward_to_go,
+    token_blocks,
     unpacked,
 )
 from flowrl_operators.advantages._groups import COUNTS, SINGLES, Groups, numbered
 
+TOP_LOGPROBS = fr.TOKEN.f32["k"]
+
 ALIGN = ("position", "trained")
 TAILS = ("kept", "zero")
 FLAT = ("zero", "eps")
+
+
+@fr.operator(writes={"sum_pi_squared": fr.TOKEN.f32})
+def sum_pi_squared(top_logprobs: TOP_LOGPROBS.named_by("of"), *, of: str = "policy_top_logprobs"):
+    """Sum over the vocabulary of the policy's squared probabilities at each token, for `optimal_token_baseline`.
+
+    sum of exp(2 log pi) over the k likeliest tokens, which `fr.top_logprobs(policy, rows, k=k, out="policy_top")` gives. Exact
+    with k = the vocabulary's size, else a lower bound, and a close one since squares fall fast: what is missing is at most the
+    k-th probability times all the probability outside the k, hence below 0.001 where the k-th is 0.001.
+
+    Args:
+        of: the column of the log-probabilities, [k] at each token.
+
+    Shapes: [T, k] to [T].
+    """
+    values = np.zeros(len(top_logprobs.values))
+    for block in token_blocks(top_logprobs.values):
+        values[block] = np.exp(2.0 * top_logprobs.values[block].astype(np.float64)).sum(-1)
+    return fr.Ragged.like(values, top_logprobs)
 
 
 @fr.operator(
@@ -50,8 +72,14 @@ def optimal_token_baseline(
     G_t is the sum of rewards from t on; W_t the sum, up to t, of 1 - 2 pi(token) + sum over the vocabulary of pi^2, the
     squared length of the gradient of the log-probability by the logits: a row weighs as much as its gradient. As in verl.
 
+    In a flow:
+
+        rows = fr.logprobs(policy, rows, out="old_logprobs")
+        rows = fr.top_logprobs(policy, rows, k=64, out="policy_top")
+        rows = advantages.optimal_token_baseline(advantages.sum_pi_squared(rows))
+
     Args (columns):
-        sum_pi_squared: sum over the vocabulary of the squared probabilities at each token.
+        sum_pi_squared: sum over the vocabulary of the squared probabilities at each token, from the operator of that name.
         rollout_is_weights: importance weights rho; if there, each term of W is multiplied by rho^2.
 
     Args:
