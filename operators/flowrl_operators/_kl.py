@@ -12,7 +12,8 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 def check_kl_kind(kind: str) -> None:
     """Refuse an estimator that is none. Errors: ConfigError."""
     if kind not in KL_KINDS:
-        hint = "; the exact sum over the vocabulary is losses.full_kl()" if kind == "full" else ""
+        full = "; the exact sum over the vocabulary is losses.full_kl() or losses.reverse_kl(), as a reward rewards.full_kl(rows)"
+        hint = full if kind == "full" else ""
         raise ConfigError(f"kind of a KL estimate is one of {', '.join(KL_KINDS)}; found {kind!r}{hint}")
 
 

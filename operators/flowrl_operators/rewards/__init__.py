@@ -8,7 +8,14 @@ is there. `total` adds named parts.
 from flowrl_operators.rewards._code import code, code_block
 from flowrl_operators.rewards._extract import ANSWER_TAG, BOXED, NUMBER, boxed, last_match
 from flowrl_operators.rewards._judge import judge
-from flowrl_operators.rewards._kl import adaptive_kl_shaped, kl_estimate, kl_penalised, kl_shaped, next_kl_coefficient
+from flowrl_operators.rewards._kl import (
+    adaptive_kl_shaped,
+    full_kl,
+    kl_estimate,
+    kl_penalised,
+    kl_shaped,
+    next_kl_coefficient,
+)
 from flowrl_operators.rewards._math import gsm8k, gsm8k_answer, math
 from flowrl_operators.rewards._parts import total
 from flowrl_operators.rewards._sandbox import sandbox_protects
@@ -45,6 +52,7 @@ __all__ = [
     "exact",
     "f1",
     "format",
+    "full_kl",
     "gsm8k",
     "gsm8k_answer",
     "judge",
