@@ -6,8 +6,8 @@ A teacher's k likeliest tokens leave V - k others out. What becomes of those dec
 - `"bucket"`: one more token holds their whole probability on either side. A lower bound of the full KL, 0 only where both agree
   on the k tokens.
 - `"renormalise"`: both distributions are scaled to the k tokens. How much probability lies outside is not seen.
-- `"ignore"`: left out. The sum may be negative; the reverse KL falls when the student leaves the k tokens, and the forward KL
-  rises with every token the student leaves (so in verl).
+- `"ignore"` (forward and reverse KL): left out. The sum may be negative; the reverse KL falls when the student leaves the k
+  tokens, and the forward KL rises with every token the student leaves (so in verl).
 - `"floor"` (reverse KL only): the teacher's log-probability of each other token is a constant far below, so that the student is
   driven out of them (NeMo-RL's zero outside top-k, -100).
 """
@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING
 
 import flowrl as fr
-from flowrl.errors import DataError
+from flowrl.errors import ConfigError, DataError
 from flowrl_operators._options import above_0, checked, required
 from flowrl_operators.losses._common import held
 
@@ -30,51 +30,96 @@ if TYPE_CHECKING:
 LOGITS, TOP_IDS, TOP_LOGPROBS = fr.TOKEN.f32["V"], fr.TOKEN.i32["k"], fr.TOKEN.f32["k"]
 
 
-def _check_jsd(*, beta: float, temperature: float) -> None:
+def _check_jsd(*, beta: float, temperature: float, outside: str) -> None:
     required(
         "jsd needs 0 <= beta <= 1 and temperature > 0",
         0 <= beta <= 1 and temperature > 0,
         beta=beta,
         temperature=temperature,
     )
+    checked("outside", outside, ("bucket", "renormalise"), "jsd")
 
 
 @fr.loss(on_policy=False, max_staleness=None, check=_check_jsd)
 def jsd(
     logits: LOGITS,
-    teacher_logits: LOGITS,
+    teacher_logits: LOGITS.column("teacher_logits") = None,
+    teacher_ids: TOP_IDS.column("teacher_ids") = None,
+    teacher_logprobs: TOP_LOGPROBS.column("teacher_logprobs") = None,
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
+    outside: str = "bucket",
 ) -> Output:
-    """Generalised Jensen-Shannon divergence of student S and teacher T at each token, over the whole vocabulary.
+    """Generalised Jensen-Shannon divergence of student S and teacher T at each token.
 
     beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T, from Agarwal et al. (GKD, arXiv 2306.13649).
+
+    The teacher is either the k likeliest tokens, as a flow has them:
+
+        rows = fr.top_logprobs(teacher, rows, k=64, out="teacher")  # writes teacher_ids and teacher_logprobs
+        student = fr.update(student, rows, loss=losses.jsd())
+
+    (k = the vocabulary's size: the divergence over the whole of it), or a column `teacher_logits` that the rows bring along,
+    which is taken where both are there. Either may be missing, so that the check before a run does not tell that both are; the
+    first update does.
 
     Args:
         beta: 0 is the forward KL(T || S) and 1 the reverse KL(S || T). They are what the divergence divided by beta, or by
             1 - beta, tends to; the divergence itself tends to 0 at both ends, so that a small beta is a small loss.
         temperature: both logits are divided by it. Gradients shrink with its square; multiply the term if they should not.
+            With k tokens of more it takes `outside="renormalise"`: the others' probability at another temperature is not known.
+        outside: what becomes of the V - k other tokens. `"bucket"`: one more token holds their whole probability on either
+            side, a lower bound of the divergence over the whole vocabulary; `"renormalise"`: both distributions are scaled to
+            the k tokens, and how much probability lies outside is not seen.
 
-    Shapes: both logits [T, V] (a teacher's whole logits are large: for real vocabularies see `forward_kl` and `reverse_kl`).
-    Metrics: `divergence`, `student_entropy` (nats).
+    Shapes: logits and teacher_logits [T, V]; teacher_ids and teacher_logprobs [T, k].
+    Metrics: `divergence`, `student_entropy` (nats, over the whole vocabulary).
+    Errors: ConfigError when the rows have no teacher; DataError when its vocabulary is another.
     """
-    if logits.shape != teacher_logits.shape:
-        raise DataError(
-            f"jsd needs the student's and the teacher's logits over one vocabulary; found {list(logits.shape)} and "
-            f"{list(teacher_logits.shape)} (tokens, vocabulary)"
+    student = _log_softmax(logits / temperature)
+    if teacher_logits is not None:
+        if logits.shape != teacher_logits.shape:
+            raise DataError(
+                f"jsd needs the student's and the teacher's logits over one vocabulary; found {list(logits.shape)} and "
+                f"{list(teacher_logits.shape)} (tokens, vocabulary)"
+            )
+        ours, theirs = student, _log_softmax(teacher_logits / temperature)
+    elif teacher_ids is not None and teacher_logprobs is not None:
+        _check_ids("jsd", logits, teacher_ids, teacher_logprobs)
+        ours, theirs = _cut(student, teacher_ids.long(), teacher_logprobs, temperature, outside)
+    else:
+        raise ConfigError(
+            "jsd needs the teacher's 'teacher_ids' and 'teacher_logprobs', or its 'teacher_logits', and the rows have neither; "
+            "write them with fr.top_logprobs(teacher, rows, k=64, out='teacher')"
         )
-    ours, theirs = (_log_softmax(side / temperature) for side in (logits, teacher_logits))
     if beta == 0:
         value = _kl(theirs, ours)
     elif beta == 1:
         value = _kl(ours, theirs)
     else:
         # a token that both exclude would make a NaN of the gradient; this is still nothing
-        student, other = (side.clamp(min=-1e30) for side in (ours, theirs))
-        middle = (student + math.log1p(-beta)).logaddexp(other + math.log(beta))
+        held_ours, held_theirs = (side.clamp(min=-1e30) for side in (ours, theirs))
+        middle = (held_ours + math.log1p(-beta)).logaddexp(held_theirs + math.log(beta))
         value = beta * _kl(theirs, middle) + (1 - beta) * _kl(ours, middle)
-    return value, {"divergence": value.detach(), "student_entropy": _entropy(ours.detach())}
+    return value, {"divergence": value.detach(), "student_entropy": _entropy(student.detach())}
+
+
+def _cut(student: Tensor, ids: Tensor, theirs: Tensor, temperature: float, outside: str) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of both sides at the teacher's k tokens, and of the bucket that holds the others."""
+    import torch
+
+    ours = student.gather(-1, ids)
+    if ids.shape[-1] == student.shape[-1]:  # nothing is outside
+        return ours, _log_softmax(theirs / temperature)
+    if outside == "renormalise":
+        return ours.log_softmax(-1), _log_softmax(theirs / temperature)
+    if temperature != 1:
+        raise ConfigError(
+            f"jsd(temperature={temperature!r}) over the teacher's {ids.shape[-1]} likeliest of {student.shape[-1]} tokens does "
+            "not know the others' probability at that temperature; say outside='renormalise', or take all tokens"
+        )
+    return tuple(torch.cat([side, _outside(side).log()[..., None]], -1) for side in (ours, theirs))  # type: ignore[return-value]
 
 
 def _check_forward_kl(*, outside: str, min_logprob: float | None) -> None:
@@ -99,8 +144,11 @@ def forward_kl(
     sum of terms: `0.5 * forward_kl() + 0.5 * reverse_kl()`.
 
     Args:
-        outside: `"bucket"`, `"renormalise"` or `"ignore"` (verl, NeMo-RL): what becomes of the other V - k tokens; see
-            [Note: A cut vocabulary] in this module.
+        outside: what becomes of the V - k other tokens. `"bucket"`: one more token holds their whole probability on either
+            side; a lower bound of the full KL, 0 only where both agree on the k tokens. `"renormalise"`: both distributions
+            are scaled to the k tokens; how much probability lies outside is not seen. `"ignore"` (verl, NeMo-RL): they are
+            left out; the sum may be negative, and still rises with every token of the k that the student leaves.
+            With k = V all are the full KL.
         min_logprob: log-probabilities of both sides are held above this, with no gradient below it.
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `forward_kl`, `inside_mass` (the student's probability of the k).
@@ -138,9 +186,13 @@ def reverse_kl(
     From Agarwal et al. (arXiv 2306.13649) and MiniLLM (arXiv 2306.08543), whose sum over the vocabulary V is cut to k.
 
     Args:
-        outside: `"bucket"`, `"renormalise"`, `"ignore"` or `"floor"`: what becomes of the other V - k tokens; see
-            [Note: A cut vocabulary] in this module.
-        floor: the teacher's log-probability of each of them, for `outside="floor"`.
+        outside: what becomes of the V - k other tokens. `"bucket"`: one more token holds their whole probability on either
+            side; a lower bound of the full KL, 0 only where both agree on the k tokens. `"renormalise"`: both distributions
+            are scaled to the k tokens; how much probability lies outside is not seen. `"ignore"`: they are left out; the sum
+            may be negative, and falls when the student leaves the k tokens. `"floor"`: the teacher's log-probability of each
+            of them is `floor`, far below, so that the student is driven out of them (NeMo-RL's zero outside top-k, -100).
+            With k = V all are the full KL.
+        floor: the log-probability for `outside="floor"`.
 
     Shapes: logits [T, V], the teacher's [T, k]. Metrics: `reverse_kl`, `inside_mass` (the student's probability of the k).
     """
@@ -241,6 +293,11 @@ def _entropy(p: Tensor) -> Tensor:
 
 def _rest(p: Tensor, q: Tensor) -> Tensor:
     """What the probability outside the given tokens adds to KL(p || q)."""
-    least = 1e-7  # float32 cannot tell less from 1 - (sum of the rest)
-    rest, other = ((1 - side.exp().sum(-1)).clamp_min(least) for side in (p, q))
+    rest, other = _outside(p), _outside(q)
     return rest * (rest.log() - other.log())
+
+
+def _outside(logprobs: Tensor) -> Tensor:
+    """The probability outside the given tokens."""
+    least = 1e-7  # float32 cannot tell less from 1 - (sum of the rest)
+    return (1 - logprobs.exp().sum(-1)).clamp_min(least)

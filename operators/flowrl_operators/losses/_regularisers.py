@@ -118,7 +118,13 @@ def kl(
 def full_kl(logits: LOGITS, ref_logits: LOGITS, *, normalised: bool = False) -> Output:
     """KL(policy || reference) at each token, the exact sum over the vocabulary: sum_v p_v (log p_v - log p_ref_v).
 
-    No estimate, hence no variance over the token drawn; it costs a stored [T, V] column of the reference.
+    No estimate, hence no variance over the token drawn; it costs a stored [T, V] column of the reference. No node of a flow
+    writes `ref_logits`: this is for rows that bring them along and for `fr.apply_loss`. In a flow the same number is
+
+        rows = fr.top_logprobs(ref, rows, k=vocabulary, out="teacher")  # vocabulary: the number of the model's logits
+        loss = ... + 0.01 * losses.reverse_kl()
+
+    and a smaller k a lower bound of it. As a reward instead: `rewards.full_kl`.
 
     Args:
         normalised: both columns hold log-probabilities, which are taken as they are; False: they are made so (log-softmax).

@@ -13,6 +13,7 @@ import pytest
 
 from flowrl.graph import packs
 from flowrl.testing import pack_cases
+from flowrl.testing._inputs import WIDTH
 
 
 def each(**options: Any) -> list[dict[str, Any]]:
@@ -48,6 +49,16 @@ def extra(rng: np.random.Generator, n: int) -> list[str]:
     return ['{"split": "test"}'] * n
 
 
+def distinct(rng: np.random.Generator, lengths: Any) -> list[Any]:
+    """Ids of a list of likeliest tokens, each once."""
+    return [[rng.permutation(5)[:WIDTH].tolist() for _ in range(length)] for length in lengths]
+
+
+def nats(rng: np.random.Generator, lengths: Any) -> list[Any]:
+    """Their log-probabilities: less than 1 in sum."""
+    return [np.log(rng.dirichlet(np.ones(WIDTH + 1), int(length))[:, :WIDTH]).tolist() for length in lengths]
+
+
 def sentences(rng: np.random.Generator, n: int) -> list[str]:
     return [" ".join(map(str, rng.integers(0, 3, int(rng.integers(0, 6))))) for _ in range(n)]
 
@@ -56,7 +67,7 @@ WEIGHT = "it is a weight, which has no gradient of its own"
 BY_HOST = "pairs are matched by their ids, on the host, once for each micro-batch"
 PAIRED: dict[str, Any] = {"skip": {"device": BY_HOST}}
 GROUPS = {"single": ("reward",), "counts": ("scored",)}
-KL = {"kind": ("k2", "k3", "abs"), "log_ratio_clip": (None,)}
+KL = {"kind": ("k2", "k3", "abs", "full"), "log_ratio_clip": (None,)}
 DRIFT = [
     *with_(
         {"high": 1.5},
@@ -79,6 +90,7 @@ CASES: dict[str, Any] = {
     "advantages.reinforce_pp_baseline": {"config": each(guard=("variance", "std"), **GROUPS)},
     "advantages.batch_norm": {"config": each(unbiased=(True,), by=("role",), counts=("scored",))},
     "advantages.optimal_token_baseline": {"config": each(align=("trained",), tail=("zero",), single=("reward",))},
+    "advantages.sum_pi_squared": {"columns": {"policy_top_logprobs": nats}},
     "advantages.gae": [
         {"config": each(whiten=(False,), masked=("decay",), gamma=(0.9,), clip=(1.0,))},
         {"config": {"masked": "values"}, "skip": {"leaks": "masked tokens bootstrap with their values: that is the option"}},
@@ -122,6 +134,11 @@ CASES: dict[str, Any] = {
     "rewards.kl_shaped": {"config": with_({"coefficient": 0.1}, paid=("every",), value_clip=(1.0,), **KL)},
     "rewards.kl_penalised": {"config": with_({"coefficient": 0.1}, **KL)},
     "rewards.adaptive_kl_shaped": {"config": [{"coefficient": 0.1, "target": 0.1, "horizon": 100}]},
+    "rewards.full_kl": {
+        "columns": {
+            "policy_top_ids": distinct, "policy_top_logprobs": nats, "ref_top_ids": distinct, "ref_top_logprobs": nats,
+        },
+    },
     # ---- adapters
     "adapters.trl.function_reward": {"config": [{"function": as_many_words}]},
     "adapters.verl.reward": {"config": [{"function": contains}], "columns": {"extra_info": extra}},
@@ -149,7 +166,7 @@ CASES: dict[str, Any] = {
     "losses.masked_importance": {"config": each(level=("sequence", "geometric"))},
     "losses.forward_kl": {"config": each(outside=("renormalise", "ignore"))},
     "losses.reverse_kl": {"config": each(outside=("renormalise", "ignore", "floor"))},
-    "losses.jsd": {"config": each(beta=(0.0, 1.0))},
+    "losses.jsd": {"config": each(beta=(0.0, 1.0), outside=("renormalise",))},
     "losses.value_clip": {"config": each(clip=(None,), huber=(1.0,))},
     "losses.dpo": {
         **PAIRED,

@@ -91,6 +91,86 @@ def test_a_word_that_both_exclude_is_not_there(beta: float, logits: tuple[Tensor
     assert (slope(losses.jsd(wide, torch.cat([teacher, padding], 1), beta=beta)[0], wide)[:, 9:] == 0).all()
 
 
+@pytest.mark.parametrize("outside", ["bucket", "renormalise"])
+@pytest.mark.parametrize(("beta", "temperature"), [(0.0, 1.0), (0.3, 1.0), (0.3, 2.0), (1.0, 0.5)])
+def test_all_words_of_the_teacher_give_the_whole_jensen_shannon_divergence(
+    outside: str, beta: float, temperature: float, logits: tuple[Tensor, Tensor]
+) -> None:
+    student, teacher = logits
+    top, ids = teacher.log_softmax(-1).topk(9, -1)
+    whole, said = losses.jsd(student, teacher, beta=beta, temperature=temperature)
+    value, metrics = losses.jsd(student, None, ids, top, beta=beta, temperature=temperature, outside=outside)
+    torch.testing.assert_close(value, whole)
+    torch.testing.assert_close(slope(value, student), slope(whole, student))
+    torch.testing.assert_close(metrics["student_entropy"], said["student_entropy"])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_bucket_bounds_the_jensen_shannon_divergence_from_below(beta: float, logits: tuple[Tensor, Tensor]) -> None:
+    student, teacher = logits
+    whole, _ = losses.jsd(student, teacher, beta=beta)
+    before = torch.zeros(6, dtype=F64)
+    for k in (1, 3, 6, 9):
+        top, ids = teacher.log_softmax(-1).topk(k, -1)
+        value, _ = losses.jsd(student, None, ids, top, beta=beta)
+        assert (value >= before - 1e-12).all() and (value <= whole + 1e-6).all()
+        before = value.detach()
+        agreed, _ = losses.jsd(teacher.clone().requires_grad_(), None, ids, top, beta=beta)
+        torch.testing.assert_close(agreed, torch.zeros_like(agreed), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_scaled_to_the_teachers_words_only_these_are_compared(
+    temperature: float, logits: tuple[Tensor, Tensor]
+) -> None:
+    student, teacher = logits
+    top, ids = teacher.log_softmax(-1).topk(4, -1)
+    value, _ = losses.jsd(student, None, ids, top, temperature=temperature, outside="renormalise")
+    wanted, _ = losses.jsd(student.gather(-1, ids), teacher.gather(-1, ids), temperature=temperature)
+    torch.testing.assert_close(value, wanted)
+    torch.testing.assert_close(slope(value, student), slope(wanted, student))
+
+
+def test_the_jensen_shannon_divergence_at_a_temperature_needs_to_know_the_other_words(
+    logits: tuple[Tensor, Tensor],
+) -> None:
+    student, teacher = logits
+    top, ids = teacher.log_softmax(-1).topk(4, -1)
+    with pytest.raises(ConfigError, match=r"temperature=2\.0\) over the teacher's 4 likeliest of 9 .*'renormalise'"):
+        losses.jsd(student, None, ids, top, temperature=2.0)
+    with pytest.raises(ConfigError, match="outside is one of bucket, renormalise; found 'ignore'"):
+        losses.jsd(outside="ignore")
+    with pytest.raises(DataError, match="of the student's vocabulary, 0 to 8"):
+        losses.jsd(student, None, ids + 9, top)
+
+
+def test_the_jensen_shannon_divergence_without_a_teacher_says_what_writes_one(logits: tuple[Tensor, Tensor]) -> None:
+    student, teacher = logits
+    for columns in ({}, {"teacher_ids": teacher.argsort(-1)}, {"teacher_logprobs": teacher.log_softmax(-1)}):
+        with pytest.raises(
+            ConfigError, match=r"'teacher_ids' and 'teacher_logprobs', or .* fr\.top_logprobs\(teacher, rows"
+        ):
+            losses.jsd(student, **columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bucket_of_the_jensen_shannon_divergence_stays_finite(dtype: torch.dtype) -> None:
+    student = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], dtype=dtype, requires_grad=True)
+    top, ids = torch.tensor([[-1e4, 0.0, 1e4], [1e4, 0.0, 0.0]]).log_softmax(-1).topk(2, -1)
+    for beta in (0.0, 0.3, 1.0):
+        value, _ = losses.jsd(student, None, ids, top, beta=beta)
+        assert value.isfinite().all() and slope(value, student).isfinite().all()
+
+
+def test_the_full_kl_is_the_reverse_kl_over_all_words(logits: tuple[Tensor, Tensor]) -> None:
+    student, reference = logits
+    top, ids = reference.log_softmax(-1).topk(9, -1)
+    value, _ = losses.reverse_kl(student, ids, top)
+    wanted, _ = losses.full_kl(student, reference)
+    torch.testing.assert_close(value, wanted)
+    torch.testing.assert_close(slope(value, student), slope(wanted, student))
+
+
 @pytest.mark.parametrize("outside", ["bucket", "renormalise", "ignore"])
 def test_all_words_give_the_whole_divergence(outside: str, logits: tuple[Tensor, Tensor]) -> None:
     student, teacher = logits
