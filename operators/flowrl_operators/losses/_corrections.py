@@ -45,6 +45,7 @@ def truncated_importance(
 ) -> Output:
     """A weight to multiply another term with: exp(o - q) held within [floor, cap], without gradient.
 
+    o = old_logprobs (where the rows have none, those of the live policy), q = rollout_logprobs.
     Corrects for rows sampled by other weights or by an engine with other arithmetic than the trainer's: truncated importance
     sampling, TIS (Espeholt et al., arXiv 1802.01561; between sampler and trainer: Yao et al., 2025).
 
@@ -90,6 +91,7 @@ def masked_importance(
 ) -> Output:
     """A weight to multiply another term with: r = exp(o - q) within [low, high] and 0 outside, without gradient.
 
+    o = old_logprobs (where the rows have none, those of the live policy), q = rollout_logprobs.
     Masked importance sampling: a ratio too far from 1 is taken for an error, not for information. IcePop of Ring-1T
     (arXiv 2510.18855) on tokens; on whole responses MIS (Liu et al., "When Speed Kills Stability", 2025).
 
@@ -132,6 +134,7 @@ def within_drift(
 ) -> Output:
     """1 where sampler and trainer are close, 0 elsewhere, to multiply another term with.
 
+    o = old_logprobs (where the rows have none, those of the live policy), q = rollout_logprobs, l = o - q, r = exp(l).
     Rejection by a statistic of the two log-probabilities: geometric sequence masks, vetoes, the trust regions of
     OpenRLHF's gates, of verl's rejection sampling and of AReaL's.
 

@@ -65,6 +65,8 @@ def clip_cov(
 ) -> Output:
     """Clip-Cov: PPO's clipped surrogate without some of the tokens of great covariance.
 
+    cov = (A - mean A)(logprobs - mean logprobs), A the advantage, with means over the trained tokens of the step, which is
+    therefore one micro-batch, whatever `micro_batch_tokens` says.
     A token with low_cov < cov < high_cov that PPO does not clip is a candidate; `share` of the step's tokens (at least one),
     drawn from the candidates, add 0.
 
@@ -110,6 +112,9 @@ def kl_cov(
     log_ratio_clip: Bound = 20.0,
 ) -> Output:
     """KL-Cov: -r A, and coef |d| on top at the tokens of greatest covariance.
+
+    d = logprobs - old_logprobs, r = exp(d), A the advantage; covariance (A - mean A)(logprobs - mean logprobs), means over the
+    trained tokens of the step, which is therefore one micro-batch, whatever `micro_batch_tokens` says.
 
     Args:
         share: tokens that are held back, as a share of all trained tokens of the step (at least one).

@@ -55,20 +55,20 @@ def jsd(
 
     beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T, from Agarwal et al. (GKD, arXiv 2306.13649).
 
-    The teacher is either the k likeliest tokens, as a flow has them:
+    Of the teacher it takes either the k likeliest tokens, as a flow has them:
 
         rows = fr.top_logprobs(teacher, rows, k=64, out="teacher")  # writes teacher_ids and teacher_logprobs
         student = fr.update(student, rows, loss=losses.jsd())
 
-    (k = the vocabulary's size: the divergence over the whole of it), or a column `teacher_logits` that the rows bring along,
-    which is taken where both are there. Either may be missing, so that the check before a run does not tell that both are; the
-    first update does.
+    (with k = the vocabulary's size, V, it is the divergence over the whole vocabulary), or the column `teacher_logits` if the
+    rows bring it along; no node of a flow writes that, and it goes first. Each is optional, so that the check before a run does
+    not see that both are missing; the first update says so.
 
     Args:
         beta: 0 is the forward KL(T || S) and 1 the reverse KL(S || T). They are what the divergence divided by beta, or by
             1 - beta, tends to; the divergence itself tends to 0 at both ends, so that a small beta is a small loss.
         temperature: both logits are divided by it. Gradients shrink with its square; multiply the term if they should not.
-            With k tokens of more it takes `outside="renormalise"`: the others' probability at another temperature is not known.
+            With k < V, any other than 1 needs `outside="renormalise"`: the other tokens' probability at it is not known.
         outside: what becomes of the V - k other tokens. `"bucket"`: one more token holds their whole probability on either
             side, a lower bound of the divergence over the whole vocabulary; `"renormalise"`: both distributions are scaled to
             the k tokens, and how much probability lies outside is not seen.

@@ -81,7 +81,8 @@ def dpo(
 ) -> Output:
     """Direct preference optimisation: -log sigma(beta D), D = h_w - h_l, and what else was proposed for the same columns.
 
-    From Rafailov et al. (arXiv 2305.18290).
+    From Rafailov et al. (arXiv 2305.18290). h is the sum (or mean) over a response's tokens of logprobs - ref_logprobs: h_w of
+    the chosen response, h_l of the rejected one; sigma is the logistic function.
 
     Args:
         beta: strength of the pull towards the reference.
@@ -135,6 +136,7 @@ def ipo(
 ) -> Output:
     """Identity preference optimisation: (D - 1 / (2 beta))^2, a margin to reach instead of one to grow for ever.
 
+    D = h_w - h_l, the chosen response's h less the rejected one's; h is the sum over its tokens of logprobs - ref_logprobs.
     From Azar et al. (arXiv 2310.12036), whose D is over whole responses, as in OpenRLHF. TRL divides each h by the number of
     its tokens: `reduce="mean"`. The same as `dpo(kind="ipo")`. Metrics as in `dpo`.
     """
@@ -168,7 +170,8 @@ def aot(
     Args:
         label_smoothing: e.
         paired: True compares the policy's margins log pi(w) - log pi(l) with the reference's, which needs `pair_id`; False
-            compares h of the chosen rows with h of the rejected ones, which may answer other prompts.
+            compares h, the sum of logprobs - ref_logprobs, of the chosen rows with h of the rejected ones, which may answer
+            other prompts.
 
     The loss of a rank lies on the rows that hold it (with `paired`, in the policy's list). Errors: DataError when the chosen rows
     are not as many as the rejected ones. Metrics as in `dpo`; without pairs, those of a rank.

@@ -58,7 +58,7 @@ def dppo(
     """DPPO: the policy gradient weighed by r, of the tokens whose probability has not moved too far.
 
     A bound on probabilities in place of PPO's on ratios, which is far too tight on rare tokens and too wide on frequent ones.
-    From arXiv 2602.04879.
+    From arXiv 2602.04879. p = exp(logprobs), p_old = exp(old_logprobs), r = p / p_old, A the advantage.
 
     Args:
         divergence: `"tv"`: |p - p_old|; `"binary_kl"`: KL(old || new) of the token against all others together.

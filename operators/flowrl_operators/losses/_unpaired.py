@@ -47,7 +47,7 @@ def kto(
 ) -> Output:
     """Kahneman-Tversky optimisation: a good row's loss is 1 - sigma(beta (h - z0)), a bad one's 1 - sigma(beta (z0 - h)).
 
-    From Ethayarajh et al. (arXiv 2402.01306).
+    From Ethayarajh et al. (arXiv 2402.01306). h is the sum over a response's tokens of logprobs - ref_logprobs.
 
     Args:
         desirable_weight, undesirable_weight: factors of good (`chosen`) and of bad rows.
@@ -84,6 +84,7 @@ def bco(
 ) -> Output:
     """Binary classifier optimisation: -log sigma(beta h - shift) for a good row, -log sigma(shift - beta h) for a bad one.
 
+    h is the sum over a response's tokens of logprobs - ref_logprobs.
     From Jung et al. (arXiv 2404.04656). TRL's `bco_pair` adds up both rows of a pair: with as many good rows as bad ones its mean
     over pairs is twice this loss's mean over rows.
 
