@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import flowrl as fr
-from flowrl.errors import ConfigError, DataError
+from examples.tiny import tiny_model
+from flowrl.errors import ConfigError, DataError, OperatorError
 from flowrl_operators import advantages, losses
 
 F64 = torch.float64
@@ -357,3 +358,22 @@ def test_ids_of_another_vocabulary_are_refused(logits: tuple[Tensor, Tensor], lo
         loss(student, ids, logprobs[:, :2])
     with pytest.raises(DataError, match=r"k at most the vocabulary, 9; found \[6, 12\]"):
         loss(student, torch.zeros(6, 12, dtype=torch.int64), torch.zeros(6, 12))
+
+
+def test_a_model_learns_by_the_jensen_shannon_divergence_and_one_without_a_teacher_is_told() -> None:
+    @fr.flow
+    def taught(prompts, policy, teacher):  # type: ignore[no-untyped-def]
+        rows = fr.top_logprobs(teacher, fr.rollout(policy, prompts, n=2), k=5, out="teacher")
+        return fr.update(policy, rows, loss=losses.jsd())
+
+    @fr.flow
+    def untaught(prompts, policy):  # type: ignore[no-untyped-def]
+        return fr.update(policy, fr.rollout(policy, prompts, n=2), loss=losses.jsd())
+
+    options: dict[str, Any] = {"out": None, "progress": "off", "max_tokens": 4, "batch": 2}
+    prompts = [{"prompt": "21="}, {"prompt": "31="}]
+    fr.check(taught)
+    done = fr.run_local(taught, prompts=prompts, policy=tiny_model(0), teacher=tiny_model(1), **options)
+    assert 0 < done.metrics[-1]["update/divergence"] < math.log(2)
+    with pytest.raises(OperatorError, match=r"jsd needs the teacher's 'teacher_ids' and .*fr\.top_logprobs"):
+        fr.run_local(untaught, prompts=prompts, policy=tiny_model(0), **options)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flowrl as fr
-from flowrl.errors import ConfigError, DataError
+from flowrl.errors import CheckError, ConfigError, DataError
 from flowrl_operators import advantages, losses, rewards
 
 VOCABULARY = 257  # of the null engine
@@ -194,3 +194,19 @@ def test_flows_check_clean_and_run(flow: Any) -> None:
         flow.graph(), steps=2, engine="null", out=None, progress="off", batch=4, max_tokens=12, **inputs
     )
     assert done.status == "finished" and len(done.metrics) == 2
+
+
+def test_columns_that_nothing_writes_are_found_before_the_run() -> None:
+    @fr.flow
+    def forgotten(prompts, policy):  # type: ignore[no-untyped-def]
+        rows = length(fr.rollout(policy, prompts, n=4))
+        rows = fr.top_logprobs(policy, rows, k=VOCABULARY, out="policy_top")
+        rows = fr.logprobs(policy, rows, out="old_logprobs")
+        rows = advantages.optimal_token_baseline(advantages.sum_pi_squared(rewards.full_kl(rows), of="policy_logprobs"))
+        return fr.update(policy, rows, loss=losses.ppo_clip(0.2))
+
+    with pytest.raises(CheckError) as caught:
+        fr.check(forgotten)
+    said = str(caught.value)
+    assert said.count("FR-C01") == 3
+    assert all(f"'{column}'" in said for column in ("ref_top_ids", "ref_top_logprobs", "policy_logprobs"))
