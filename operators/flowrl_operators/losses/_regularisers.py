@@ -124,7 +124,7 @@ def full_kl(logits: LOGITS, ref_logits: LOGITS, *, normalised: bool = False) -> 
         rows = fr.top_logprobs(ref, rows, k=vocabulary, out="teacher")  # vocabulary: the number of the model's logits
         loss = ... + 0.01 * losses.reverse_kl()
 
-    and a smaller k a lower bound of it. As a reward instead: `rewards.full_kl`.
+    and a smaller k a lower bound of it. As a reward instead: `rewards.token_kl`.
 
     Args:
         normalised: both columns hold log-probabilities, which are taken as they are; False: they are made so (log-softmax).

@@ -10,11 +10,11 @@ from flowrl_operators.rewards._extract import ANSWER_TAG, BOXED, NUMBER, boxed, 
 from flowrl_operators.rewards._judge import judge
 from flowrl_operators.rewards._kl import (
     adaptive_kl_shaped,
-    full_kl,
     kl_estimate,
     kl_penalised,
     kl_shaped,
     next_kl_coefficient,
+    token_kl,
 )
 from flowrl_operators.rewards._math import gsm8k, gsm8k_answer, math
 from flowrl_operators.rewards._parts import total
@@ -52,7 +52,6 @@ __all__ = [
     "exact",
     "f1",
     "format",
-    "full_kl",
     "gsm8k",
     "gsm8k_answer",
     "judge",
@@ -71,6 +70,7 @@ __all__ = [
     "short_answer",
     "stop_properly",
     "tags",
+    "token_kl",
     "total",
     "word_overlap",
 ]

@@ -55,7 +55,7 @@ def kl_shaped(
     Args:
         coefficient: weight of the penalty.
         kind: the estimate of the KL from the token drawn, d = log policy - log reference: `"k1"` d, `"abs"` |d|, `"k2"`
-            d^2 / 2, `"k3"` exp(-d) - 1 + d; or `"full"`: the exact KL, read from the column `token_kl` that `full_kl` writes.
+            d^2 / 2, `"k3"` exp(-d) - 1 + d; or `"full"`: the exact KL, read from the column `token_kl` that `token_kl` writes.
         log_ratio_clip: in k3, d is held within this on both sides; None takes it as it is.
         value_clip: the KL of a token is held within this on both sides.
         paid: `"last"`: the reward stands at the last token that trains; `"every"`: at each of them, for what does not sum
@@ -151,7 +151,7 @@ def kl_penalised(
 
 
 @fr.operator(writes={"token_kl": fr.TOKEN.f32})
-def full_kl(
+def token_kl(
     own_ids: TOP_IDS.named_by("policy_ids"),
     own_logprobs: TOP_LOGPROBS.named_by("policy_logprobs"),
     other_ids: TOP_IDS.named_by("ref_ids"),
@@ -168,7 +168,7 @@ def full_kl(
 
         rows = fr.top_logprobs(policy, rows, k=vocabulary, out="policy_top")
         rows = fr.top_logprobs(ref, rows, k=vocabulary, out="ref_top")
-        rows = rewards.kl_shaped(rewards.full_kl(rows), coefficient=0.05, kind="full")
+        rows = rewards.kl_shaped(rewards.token_kl(rows), coefficient=0.05, kind="full")
 
     Exact with k = the vocabulary's size. With fewer, the sum runs over the tokens that both lists hold, and one more token that
     holds the probability left on either side: a lower bound that is never below 0, and rises to the KL with k.
@@ -182,15 +182,15 @@ def full_kl(
     """
     shapes = [column.values.shape for column in (own_ids, own_logprobs, other_ids, other_logprobs)]
     if shapes[0] != shapes[1] or shapes[2] != shapes[3] or shapes[0][0] != shapes[2][0]:
-        raise DataError(f"full_kl needs ids and log-probabilities [tokens, k] of both models; found {shapes}")
+        raise DataError(f"token_kl needs ids and log-probabilities [tokens, k] of both models; found {shapes}")
     value = np.zeros(len(own_ids.values))
     for at in token_blocks(own_ids.values):
         columns = (column.values[at] for column in (own_ids, own_logprobs, other_ids, other_logprobs))
-        value[at] = _full_kl(*columns)
+        value[at] = _exact_kl(*columns)
     return fr.Ragged.like(value, own_ids)
 
 
-def _full_kl(ids: np.ndarray, logprobs: np.ndarray, other_ids: np.ndarray, other_logprobs: np.ndarray) -> np.ndarray:
+def _exact_kl(ids: np.ndarray, logprobs: np.ndarray, other_ids: np.ndarray, other_logprobs: np.ndarray) -> np.ndarray:
     # [T]; the reference's list sorted by (token's place, id), in which the policy's ids are looked up
     order = np.argsort(other_ids, axis=-1)
     span = 1 + max(int(ids.max(initial=0)), int(other_ids.max(initial=0)))
@@ -265,7 +265,7 @@ def _penalty(
     if kind == "full":
         if exact is None:
             raise ConfigError(
-                "kind='full' needs the column 'token_kl', which the rows do not have; write it with rewards.full_kl(rows), "
+                "kind='full' needs the column 'token_kl', which the rows do not have; write it with rewards.token_kl(rows), "
                 "which reads what fr.top_logprobs gives of both models"
             )
         required("a KL needs value_clip > 0 or None", above_0(clip), value_clip=clip)

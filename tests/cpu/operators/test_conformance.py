@@ -134,7 +134,7 @@ CASES: dict[str, Any] = {
     "rewards.kl_shaped": {"config": with_({"coefficient": 0.1}, paid=("every",), value_clip=(1.0,), **KL)},
     "rewards.kl_penalised": {"config": with_({"coefficient": 0.1}, **KL)},
     "rewards.adaptive_kl_shaped": {"config": [{"coefficient": 0.1, "target": 0.1, "horizon": 100}]},
-    "rewards.full_kl": {
+    "rewards.token_kl": {
         "columns": {
             "policy_top_ids": distinct, "policy_top_logprobs": nats, "ref_top_ids": distinct, "ref_top_logprobs": nats,
         },

@@ -27,7 +27,7 @@ def top(logprobs: np.ndarray, k: int) -> tuple[fr.Ragged, fr.Ragged]:
 
 
 def full_kl(policy: np.ndarray, reference: np.ndarray, k: int, j: int | None = None) -> np.ndarray:
-    return rewards.full_kl(*top(policy, k), *top(reference, j or k)).values
+    return rewards.token_kl(*top(policy, k), *top(reference, j or k)).values
 
 
 # ------------------------------------------------------------------------------------------------ squared probabilities
@@ -73,7 +73,7 @@ def test_tokens_that_one_list_lacks_are_one_token_with_what_is_left() -> None:
     policy, reference = np.log([[0.6, 0.3, 0.1]]), np.log([[0.5, 0.1, 0.4]])
     ids = [fr.Ragged(np.asarray([i], np.int32), np.asarray([0, 1])) for i in ([0, 1], [0, 2])]
     nats = [fr.Ragged(side[:, i.values[0]], i.offsets) for side, i in zip((policy, reference), ids, strict=True)]
-    found = rewards.full_kl(ids[0], nats[0], ids[1], nats[1]).values
+    found = rewards.token_kl(ids[0], nats[0], ids[1], nats[1]).values
     assert found == pytest.approx([0.6 * math.log(0.6 / 0.5) + 0.4 * math.log(0.4 / 0.5)])
 
 
@@ -83,9 +83,9 @@ def test_a_token_of_probability_0_adds_nothing_and_one_that_the_reference_exclud
     offsets = np.asarray([0, 2])
     ids = fr.Ragged(np.arange(3, dtype=np.int32)[None].repeat(2, 0), offsets)
     one, other = fr.Ragged(impossible, offsets), fr.Ragged(certain, offsets)
-    assert rewards.full_kl(ids, one, ids, other).values == pytest.approx([math.log(2)] * 2)
-    assert np.isinf(rewards.full_kl(ids, other, ids, one).values[0])
-    assert np.isfinite(rewards.full_kl(ids, one, ids, one).values).all()
+    assert rewards.token_kl(ids, one, ids, other).values == pytest.approx([math.log(2)] * 2)
+    assert np.isinf(rewards.token_kl(ids, other, ids, one).values[0])
+    assert np.isfinite(rewards.token_kl(ids, one, ids, one).values).all()
 
 
 def test_many_tokens_are_worked_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
     policy, reference = distributions()
     ids, _ = top(policy, 3)
     with pytest.raises(DataError, match=r"ids and log-probabilities .* found .*\(7, 4\)"):
-        rewards.full_kl(ids, top(policy, 4)[1], *top(reference, 3))
+        rewards.token_kl(ids, top(policy, 4)[1], *top(reference, 3))
 
 
 # ------------------------------------------------------------------------------------------------ as a penalty
@@ -141,7 +141,7 @@ def test_the_estimate_does_not_look_at_it() -> None:
 
 @pytest.mark.parametrize("operator", [rewards.kl_shaped, rewards.kl_penalised])
 def test_without_the_column_it_says_what_writes_it(operator: Any) -> None:
-    with pytest.raises(ConfigError, match=r"needs the column 'token_kl', .* rewards\.full_kl\(rows\)"):
+    with pytest.raises(ConfigError, match=r"needs the column 'token_kl', .* rewards\.token_kl\(rows\)"):
         operator(REWARD, DRAWN, OTHER, MASK, coefficient=0.1, kind="full")
     with pytest.raises(ConfigError, match="value_clip > 0 or None; found value_clip=0"):
         column = {"token_kl": KL}
@@ -178,7 +178,7 @@ def penalised(prompts, policy, ref):  # type: ignore[no-untyped-def]
     rows = fr.logprobs(ref, rows, out="ref_logprobs")
     rows = fr.top_logprobs(policy, rows, k=VOCABULARY, out="policy_top")
     rows = fr.top_logprobs(ref, rows, k=VOCABULARY, out="ref_top")
-    rows = rewards.kl_shaped(rewards.full_kl(rows), coefficient=0.05, kind="full")
+    rows = rewards.kl_shaped(rewards.token_kl(rows), coefficient=0.05, kind="full")
     return fr.update(policy, advantages.reinforce(rows), loss=losses.ppo_clip(0.2))
 
 
@@ -202,7 +202,9 @@ def test_columns_that_nothing_writes_are_found_before_the_run() -> None:
         rows = length(fr.rollout(policy, prompts, n=4))
         rows = fr.top_logprobs(policy, rows, k=VOCABULARY, out="policy_top")
         rows = fr.logprobs(policy, rows, out="old_logprobs")
-        rows = advantages.optimal_token_baseline(advantages.sum_pi_squared(rewards.full_kl(rows), of="policy_logprobs"))
+        rows = advantages.optimal_token_baseline(
+            advantages.sum_pi_squared(rewards.token_kl(rows), of="policy_logprobs")
+        )
         return fr.update(policy, rows, loss=losses.ppo_clip(0.2))
 
     with pytest.raises(CheckError) as caught:
