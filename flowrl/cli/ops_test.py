@@ -32,9 +32,10 @@ def run_tests(name: str, found: Mapping[str, Operator | LossFunction], config: S
 
 
 def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict that FILE.py:NAME names: for each operator the keyword arguments of `flowrl.testing.check_operator`."""
+    """The dict that FILE.py:NAME names: for each operator the keyword arguments of `flowrl.testing.check_operator`. Without it
+    what the packs say of themselves."""
     if cases is None:
-        return {}
+        return {name: said for name, one in found.items() if (said := _said_by_its_pack(one)) is not None}
     given = targets.find(cases)
     if not isinstance(given, Mapping) or not all(isinstance(v, Mapping | list) for v in given.values()):
         raise ConfigError(
@@ -42,6 +43,16 @@ def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, Any]:
             f"{type(given).__name__}"
         )
     return {name: value for key, value in given.items() for name in found if _is_meant(key, name)}
+
+
+def _said_by_its_pack(one: Operator | LossFunction) -> Any:
+    """How the pack that has an operator or a loss tries it; None where it says nothing."""
+    module, _, function = one.name.partition(":")
+    for pack in packs.packs():
+        if f"{module}.".startswith(f"{pack.module}."):
+            inside = f"{module}.{function}".removeprefix(f"{pack.module}.")
+            return packs.own_cases(pack.module).get(inside)
+    return None
 
 
 def _is_meant(key: str, name: str) -> bool:

@@ -14,6 +14,7 @@ A module's public functions made with `@fr.operator`, `@fr.reward` or `@fr.loss`
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,10 @@ GROUP = "flowrl.operators"
 
 LOSSES = "losses"
 """Modules of this name may import torch, so they are read last and never for a hint."""
+
+
+CONFORMANCE = "conformance"
+"""The module in which a pack says how its operators are to be tried: a dict CASES. It offers no operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,25 @@ def contents(pack: Pack | str, *, with_losses: bool = True) -> Contents:
     return found
 
 
+def own_cases(module: str) -> Mapping[str, Any]:
+    """CASES of a pack's module `conformance`: for each operator's name the arguments of `flowrl.testing.check_operator`, or of
+    `check_loss`. Empty where there is no such module.
+
+    Errors: PackError when it cannot be imported or has no such dict.
+    """
+    name = f"{module}.{CONFORMANCE}"
+    home = importlib.import_module(module)
+    if not hasattr(home, "__path__") or importlib.util.find_spec(name) is None:
+        return {}
+    try:
+        found = importlib.import_module(name).CASES
+    except Exception as error:  # a pack's module may raise anything when it is imported; the reason is passed on
+        raise PackError(f"{name}, which says how the pack is tried, cannot be used: {_reason(error)}") from error
+    if not isinstance(found, Mapping):
+        raise PackError(f"{name}.CASES is a dict of operators' names to arguments; found {type(found).__name__}")
+    return found
+
+
 def find(name: str) -> Operator | LossFunction:
     """The operator or loss called `pack.operator` or `pack.module.operator`.
 
@@ -184,7 +208,7 @@ def _modules(module: str, path: str, failures: dict[str, str], with_losses: bool
     yield path, found
     below = [m.name for m in pkgutil.iter_modules(getattr(found, "__path__", ())) if not m.name.startswith("_")]
     for name in sorted(below, key=lambda n: (n == LOSSES, n)):
-        if name != LOSSES or with_losses:
+        if name != CONFORMANCE and (name != LOSSES or with_losses):
             yield from _modules(f"{module}.{name}", f"{path}{name}.", failures, with_losses)
 
 

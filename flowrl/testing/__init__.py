@@ -33,8 +33,10 @@ from flowrl.testing._cases import (
     pack_cases,
 )
 from flowrl.testing._findings import ConformanceError
+from flowrl.testing._inputs import WIDTH
 
 __all__ = [
+    "WIDTH",
     "Case",
     "ConformanceError",
     "check_loss",

@@ -117,7 +117,8 @@ def loss_cases(
 
 
 def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Settings] | None = None) -> list[Case]:
-    """All cases of a pack's operators and losses; arguments as in `check_pack`."""
+    """All cases of a pack's operators and losses; arguments as in `check_pack`. Without settings those that the pack has itself
+    are taken: the dict CASES of its module `conformance`."""
     if isinstance(pack, ModuleType):
         found = packs.contents(packs.Pack(pack.__name__, pack.__name__, "", ""))
     else:
@@ -133,7 +134,7 @@ def pack_cases(pack: str | ModuleType, *, settings: Mapping[str, Settings] | Non
     everything = found.everything
     if not everything:
         raise PackError(f"pack '{found.pack.name}' offers no operator and no loss")
-    given = dict(settings or {})
+    given = dict(packs.own_cases(found.pack.module) if settings is None else settings)
     for key in given:
         if key not in everything:
             raise ConfigError(f"settings name '{key}', which the pack does not have; {nearest(key, everything)}")

@@ -100,7 +100,8 @@ def _of_all(*values: Any, **options: Any) -> np.ndarray:
         given["prompts"] = [[{"role": "user", "content": text}] for text in given["prompts"]]
         given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
     if reads_ids:
-        given["completion_ids"] = _plain(rest.pop(0))
+        ids = rest.pop(0)
+        given.update({} if ids is None else {"completion_ids": _plain(ids)})
     given.update((name, _plain(column)) for name, column in zip(columns, rest, strict=True) if column is not None)
     name = getattr(function, "__name__", function)
     try:

@@ -205,3 +205,10 @@ def test_the_first_pack_is_found() -> None:
     assert packs.pack_named("core").module == "flowrl_operators"
     assert "core.advantages.group_norm" in packs.writers("advantage")
     assert packs.find("core.group_norm").__name__ == "group_norm"
+
+
+def test_a_pack_says_how_it_is_tried() -> None:
+    own = packs.own_cases("flowrl_operators")
+    assert "losses.dppo" in own
+    assert packs.own_cases("flowrl_operators.filters") == {}  # a module, no package
+    assert not any(name.startswith("conformance") for name in packs.contents("core").everything)
