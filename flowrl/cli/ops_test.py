@@ -35,7 +35,8 @@ def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, Any]:
     """The dict that FILE.py:NAME names: for each operator the keyword arguments of `flowrl.testing.check_operator`. Without it
     what the packs say of themselves."""
     if cases is None:
-        return {name: said for name, one in found.items() if (said := _said_by_its_pack(one)) is not None}
+        known = packs.packs()  # reads the metadata of every distribution, so once for all that was found
+        return {name: said for name, one in found.items() if (said := _said_by_its_pack(one, known)) is not None}
     given = targets.find(cases)
     if not isinstance(given, Mapping) or not all(isinstance(v, Mapping | list) for v in given.values()):
         raise ConfigError(
@@ -45,10 +46,10 @@ def settings_of(cases: str | None, found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for key, value in given.items() for name in found if _is_meant(key, name)}
 
 
-def _said_by_its_pack(one: Operator | LossFunction) -> Any:
+def _said_by_its_pack(one: Operator | LossFunction, known: Sequence[packs.Pack]) -> Any:
     """How the pack that has an operator or a loss tries it; None where it says nothing."""
     module, _, function = one.name.partition(":")
-    for pack in packs.packs():
+    for pack in known:
         if f"{module}.".startswith(f"{pack.module}."):
             inside = f"{module}.{function}".removeprefix(f"{pack.module}.")
             return packs.own_cases(pack.module).get(inside)

@@ -11,18 +11,16 @@ import numpy as np
 
 import flowrl as fr
 from flowrl.errors import FlowError
-from flowrl.graph.code import resolve
 from flowrl.graph.losses import SEGMENTS, LossFunction, Term, is_live
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import Read
-from flowrl.graph.text import from_text, to_text
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import LIVE
 from flowrl.schema.types import ColumnType
 from flowrl.testing._findings import Broken
 from flowrl.testing._gradients import Kept, held_constant, kept_constant
 from flowrl.testing._inputs import VOCABULARY, Maker, Rows, Shape, refuse_unknown, type_of
-from flowrl.testing._operators import Property, unless_refused
+from flowrl.testing._operators import Property, must_read_back, unless_refused
 
 if TYPE_CHECKING:
     import torch
@@ -457,16 +455,7 @@ def text(trial: Trial) -> None:
         Node("update", "update", (("model", "policy"), ("rows", "rows")), (("average", "token_mean"), ("loss", term))),
     )
     graph = Graph("conformance", nodes, ("update",))
-    again = from_text(to_text(graph))
-    if again != graph or again.hash != graph.hash:
-        raise Broken("its text form reads back as another graph", expected=to_text(graph), found=to_text(again))
-    try:
-        found: Any = resolve(term.name)
-    except FlowError as error:
-        raise Broken(f"its text form names what cannot be found again: {error}") from error
-    if not isinstance(found, LossFunction) or found.hash != term.hash:
-        now = found.hash if isinstance(found, LossFunction) else type(found).__name__
-        raise Broken(f"'{term.name}' finds something else than this loss", expected=term.hash, found=now)
+    must_read_back(graph, term, LossFunction, "loss")
 
 
 PROPERTIES: dict[str, Property] = {

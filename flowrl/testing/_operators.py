@@ -14,6 +14,7 @@ import numpy as np
 
 from flowrl.errors import FlowError, OperatorError
 from flowrl.graph.code import resolve
+from flowrl.graph.losses import LossFunction, Term
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import Operator, OperatorCall, State
 from flowrl.graph.text import from_text, to_text
@@ -328,8 +329,11 @@ def state(trial: Trial) -> None:
 
 
 def text(trial: Trial) -> None:
-    call = trial.call
-    graph = graph_of(call)
+    must_read_back(graph_of(trial.call), trial.call, Operator, "operator")
+
+
+def must_read_back(graph: Graph, call: OperatorCall | Term, kind: type[Operator | LossFunction], word: str) -> None:
+    """The text of a graph reads back as the same graph, and its call's name finds what was called."""
     again = from_text(to_text(graph))
     if again != graph or again.hash != graph.hash:
         raise Broken("its text form reads back as another graph", expected=to_text(graph), found=to_text(again))
@@ -337,9 +341,9 @@ def text(trial: Trial) -> None:
         found: Any = resolve(call.name)
     except FlowError as error:
         raise Broken(f"its text form names what cannot be found again: {error}") from error
-    if not isinstance(found, Operator) or found.hash != call.hash:
-        now = found.hash if isinstance(found, Operator) else type(found).__name__
-        raise Broken(f"'{call.name}' finds something else than this operator", expected=call.hash, found=now)
+    if not isinstance(found, kind) or found.hash != call.hash:
+        now = found.hash if isinstance(found, kind) else type(found).__name__
+        raise Broken(f"'{call.name}' finds something else than this {word}", expected=call.hash, found=now)
 
 
 def cost(trial: Trial) -> None:
