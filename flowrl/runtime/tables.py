@@ -59,13 +59,15 @@ def combine(node: Node, context: Context) -> Table:
 
 def _errors_by_part(names: Sequence[str], batches: Sequence[RowBatch]) -> np.ndarray:
     """[N] why rows have no reward: `"exact: ValueError: ...; short: ..."`, parts that say the same named together."""
+    parts = zip(names, batches, strict=True)
+    columns = [(name, batch[s.ROW_ERROR.name]) for name, batch in parts if s.ROW_ERROR.name in batch]
     texts = []
     for row in range(len(batches[0])):
         said: dict[str, list[str]] = {}
-        for name, batch in zip(names, batches, strict=True):
-            if s.ROW_ERROR.name in batch and batch["row_error"][row]:
-                said.setdefault(batch["row_error"][row], []).append(name)
-        texts.append("; ".join(f"{', '.join(parts)}: {text}" for text, parts in said.items()))
+        for name, errors in columns:
+            if errors[row]:
+                said.setdefault(errors[row], []).append(name)
+        texts.append("; ".join(f"{', '.join(owners)}: {text}" for text, owners in said.items()))
     return np.asarray(texts, dtype=object)
 
 
