@@ -22,9 +22,9 @@ from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import TOKEN
 from flowrl.store.columns import Values
 from flowrl.store.rows import RowBatch
-from flowrl.store.source import BatchRows, Place, Places, RowSource, as_source
+from flowrl.store.source import BatchRows, RowSource, as_source
 
-__all__ = ["LAYOUTS", "BatchRows", "Loader", "Place", "Places", "RowSource", "as_source", "packed", "padded"]
+__all__ = ["LAYOUTS", "BatchRows", "Loader", "RowSource", "as_source", "packed", "padded"]
 
 LAYOUTS = ("rows", "packed", "padded")
 DEFAULT_ROWS = 32

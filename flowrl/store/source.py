@@ -8,42 +8,15 @@ A loader asks for whole rows in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import ColumnType
+from flowrl.store.kernels import GatherColumn
 from flowrl.store.rows import RowBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the values of one column lie, for each of N rows.
-
-    Example: three rows of a TOKEN.i32 column with 2, 0 and 3 tokens, end to end from byte 4096 on
-        Place(address=[4096, 4104, 4104], length=[2, 0, 3])
-    """
-
-    address: np.ndarray
-    """int64 [N]: address in this process of each row's first byte; any number for a row without values."""
-    length: np.ndarray
-    """int64 [N]: values of each row (tokens, turns); all ones for a column with one value per row. Columns of equal
-    lengths should share one array: what is computed from it is then computed once."""
-    encoding: str = "plain"
-    """"plain": each value is `inner` numbers of the column's dtype, end to end. "bits": booleans, one bit each, every
-    row from a byte of its own on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Places of several columns, and what keeps their memory alive."""
-
-    columns: Mapping[str, Place]
-    roots: Any = None
-    """Held as long as the addresses are used: arrays, mappings or pins whose death would free or reuse the memory."""
 
 
 class RowSource(Protocol):
@@ -68,11 +41,13 @@ class RowSource(Protocol):
         """Rows of each group of equal `key`, as `RowBatch.group_indices`. Read once, when the loader is made."""
         ...
 
-    def places(self, columns: Sequence[str]) -> Places | None:
-        """Where the rows lie, or None when some of them do not lie in memory as plain values (compressed, on disk).
+    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
+        """Where all N rows of each column lie, in the order asked for; None when some rows do not lie in memory as plain
+        values (compressed, on disk).
 
         Asked once for each loader, before its first batch and not when it is made, for columns of numbers only (never
-        `str` or `bytes`).
+        `str` or `bytes`). `keep` holds whatever would free or reuse the memory when it dies (mappings, pins); the loader
+        holds it until it is closed or dies. List columns of equal lengths should share one `length` array.
         """
         ...
 
@@ -102,24 +77,22 @@ class BatchRows:
     def group_indices(self, key: str | Sequence[str]) -> list[np.ndarray]:
         return self._batch.group_indices(key)
 
-    def places(self, columns: Sequence[str]) -> Places | None:
+    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
         lengths: dict[int, np.ndarray] = {}  # by their offsets: TOKEN columns share them
-        found: dict[str, Place] = {}
-        kept = []
-        ones = np.ones(len(self._batch), np.int64)
+        found = []
         for name in columns:
-            values = self._batch[name]
+            values, kind = self._batch[name], self._batch.types[name]
             flat = values.values if isinstance(values, Ragged) else values
-            flat = np.ascontiguousarray(flat)  # a copy only of what came strided; made once for the loader
-            kept.append(flat)
+            flat = np.ascontiguousarray(flat)  # copies only what came strided
             stride = flat.itemsize * int(np.prod(flat.shape[1:], dtype=np.int64))
             start = flat.__array_interface__["data"][0]
             if isinstance(values, Ragged):
                 length = lengths.setdefault(id(values.offsets), values.lengths)
-                found[name] = Place(start + values.offsets[:-1] * stride, length)
+                address = start + values.offsets[:-1] * stride
             else:
-                found[name] = Place(start + np.arange(len(self._batch), dtype=np.int64) * stride, ones)
-        return Places(found, (self._batch, kept))
+                length, address = None, start + np.arange(len(self._batch), dtype=np.int64) * stride
+            found.append(GatherColumn(name, kind, address, length, inner=flat.shape[1:], keep=flat))
+        return found
 
     def rows(self, indices: np.ndarray, columns: Sequence[str] | None) -> RowBatch:
         batch = self._batch if columns is None else self._batch.select(columns)
