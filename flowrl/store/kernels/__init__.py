@@ -13,13 +13,20 @@ Shape letters: N rows that can be asked for, M rows of a batch, L the longest of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from flowrl.schema.types import ColumnType
+from flowrl.errors import ConfigError, DataError, MissingExtra, SchemaError
+from flowrl.schema.columns import nearest
+from flowrl.schema.types import TOKEN, ColumnType
+from flowrl.store.columns import NUMPY_DTYPES
+from flowrl.store.kernels import numpy_path
+from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, LIST, Output, Plan
 
 KERNELS = ("auto", "numba", "numpy")
 
@@ -58,7 +65,15 @@ class Gather:
     """
 
     def __init__(self, columns: Sequence[GatherColumn], kernel: str = "auto") -> None:
-        raise NotImplementedError
+        self.columns = tuple(columns)
+        self.kernel = choose(kernel)
+        self._plan = _plan(self.columns)
+        self._path = _numba() if self.kernel == "numba" else numpy_path
+        self._views = tuple([_view(output, is_packed) for output in self._plan.outputs] for is_packed in (False, True))
+
+    def __len__(self) -> int:
+        """N"""
+        return self._plan.num_rows
 
     def padded(self, rows: np.ndarray, *, multiple: int = 1, take: Take | None = None) -> dict[str, np.ndarray]:
         """The given rows, filled with zeros on the right up to the longest.
@@ -73,7 +88,7 @@ class Gather:
 
         Errors: DataError for a row number out of range.
         """
-        raise NotImplementedError
+        return self._gather(rows, multiple, False, take)
 
     def packed(self, rows: np.ndarray, *, take: Take | None = None) -> dict[str, np.ndarray]:
         """The given rows end to end.
@@ -83,7 +98,43 @@ class Gather:
 
         Errors: DataError for a row number out of range, or 2^31 values and more of one column.
         """
-        raise NotImplementedError
+        return self._gather(rows, 1, True, take)
+
+    def _gather(self, rows: np.ndarray, multiple: int, is_packed: bool, take: Take | None) -> dict[str, np.ndarray]:
+        plan = self._plan
+        rows = np.ascontiguousarray(rows, np.int64)
+        sizes = np.empty((len(plan.outputs) + 1, 2), np.int64)
+        wrong = self._path.measure(plan, rows, multiple, is_packed, sizes)
+        if wrong >= 0:
+            raise DataError(f"a batch was asked for row {rows[wrong]} of {plan.num_rows} rows")
+        placed = sizes.tolist()
+        nbytes = placed[-1][0]
+        block = aligned(nbytes) if take is None else take(nbytes)
+        base = block.__array_interface__["data"][0]
+        if base % ALIGN or len(block) < nbytes:
+            raise ConfigError(
+                f"a batch needs {nbytes} bytes that start at a multiple of {ALIGN}; take gave {len(block)} at {base}"
+            )
+        if is_packed and nbytes > _MOST:
+            self._refuse_long(placed)
+        self._path.fill(plan, rows, is_packed, sizes, block, base)
+        count, made = len(rows), {}
+        for (name, dtype, what, inner), (offset, along) in zip(self._views[is_packed], placed, strict=False):
+            if what == _PER_ROW:
+                shape = (count, *inner)
+            elif what == _PADDED:
+                shape = (count, along, *inner)
+            else:
+                shape = (along, *inner) if what == _PACKED else (count + 1,)
+            made[name] = np.ndarray(shape, dtype, block, offset)
+        return made
+
+    def _refuse_long(self, placed: list[list[int]]) -> None:
+        for (name, *_), (_, along) in zip(self._views[True], placed, strict=False):
+            if along > _MOST:
+                raise DataError(
+                    f"column '{name}' has {along} values in one batch; int32 bounds end at 2^31. Make it smaller"
+                )
 
 
 def gather_padded(
@@ -110,9 +161,83 @@ def choose(name: str = "auto") -> str:
 
     "auto" is numba where it can be imported. Imports numba when it is chosen.
 
-    Errors: ConfigError for another name; MissingExtra when numba is asked for by name and is not installed.
+    Errors: ConfigError for another name; MissingExtra when numba is asked for by name and cannot be imported.
     """
-    raise NotImplementedError
+    if name not in KERNELS:
+        raise ConfigError(f"a kernel is one of {', '.join(KERNELS)}; found {name!r}; {nearest(str(name), KERNELS)}")
+    if name == "auto":
+        name = _forced
+    if name == "auto":
+        return "numpy" if isinstance(_numba(), ImportError) else "numba"
+    if name == "numba" and isinstance(found := _numba(), ImportError):
+        raise MissingExtra("compiled kernels need numba; install it with: pip install 'flowrl[kernels]'") from found
+    return name
+
+
+_forced = "auto"
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Let "auto" mean this kernel, in all threads. For tests and measurements."""
+    global _forced
+    before, _forced = _forced, choose(name)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@lru_cache(maxsize=1)
+def _numba() -> Any:
+    """The module, or why it cannot be imported."""
+    try:
+        from flowrl.store.kernels import numba_path
+    except ImportError as error:
+        return error
+    return numba_path
+
+
+_MOST = int(np.iinfo(np.int32).max)
+_PER_ROW, _PADDED, _PACKED, _BOUNDS = range(4)
+
+
+def _view(output: Output, is_packed: bool) -> tuple[str, np.dtype[Any], int, tuple[int, ...]]:
+    """Name, dtype, how its shape is made, shape of one value."""
+    if output.what == ENDS and is_packed:
+        return output.packed_name, np.dtype(np.int32), _BOUNDS, ()
+    how = _PER_ROW if output.what == FIXED else _PACKED if is_packed else _PADDED
+    return output.name, output.dtype, how, output.inner
+
+
+def _plan(columns: tuple[GatherColumn, ...]) -> Plan:
+    outputs: list[Output] = []
+    axes: list[np.ndarray] = []
+    token = -1
+    for column in columns:
+        dtype = NUMPY_DTYPES[column.type.dtype]
+        if not column.type.is_numeric:
+            raise SchemaError(f"column '{column.name}' is {column.type}; text has no fixed width and is not gathered")
+        addresses = np.ascontiguousarray(column.address, np.int64)
+        if column.length is None:
+            outputs.append(Output(column.name, FIXED, -1, dtype, column.inner, addresses))
+            continue
+        is_token = column.type.granularity is TOKEN
+        axis, is_first = (token, False) if is_token and token >= 0 else (len(axes), True)
+        if is_first:
+            axes.append(np.ascontiguousarray(column.length, np.int64))
+            token = axis if is_token else token
+        elif column.length is not axes[axis] and not np.array_equal(column.length, axes[axis]):
+            raise SchemaError(f"TOKEN columns of a row have one value per response token; '{column.name}' has others")
+        what = BITS if column.bits else LIST
+        outputs.append(Output(column.name, what, axis, dtype, column.inner, addresses))
+        if is_first:
+            mask, bounds = (f"{'' if is_token else column.name + '.'}{end}" for end in ("mask", "cu_seqlens"))
+            outputs.append(Output(mask, ENDS, axis, np.dtype(np.bool_), (), None, bounds))
+    counts = {len(output.addresses) for output in outputs if output.addresses is not None} | {len(a) for a in axes}
+    if len(counts) > 1:
+        raise SchemaError(f"columns to be gathered have the same rows; found {sorted(counts)} of them")
+    return Plan(tuple(outputs), tuple(axes), counts.pop() if counts else 0)
 
 
 def aligned(nbytes: int) -> np.ndarray:

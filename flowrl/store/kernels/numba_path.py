@@ -1,0 +1,282 @@
+"""Gathering by compiled code: one call for all columns, without the interpreter lock.
+
+Imports numba, so it is imported on first use. Addresses are plain int64; what Python has no word for (memory at an address,
+stores that pass the caches by) is written for LLVM in the functions marked `@intrinsic`. The machine code is kept in numba's
+cache where one can be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic, register_jitable
+
+from flowrl.store.kernels.plan import BITS, ENDS, FIXED, LIST, Plan
+
+STREAM_BYTES = 1 << 20
+"""Size of a batch from which it is written past the caches: they could not hold it and what is read as well."""
+
+_WIDE = ir.VectorType(ir.IntType(64), 8)
+_BOOLS = ir.VectorType(ir.IntType(1), 64)
+_BYTES = ir.VectorType(ir.IntType(8), 64)
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, ir.PointerType(kind))
+
+
+def _store(builder: Any, value: Any, address: Any, kind: Any, *, stream: bool) -> None:
+    store = builder.store(value, _pointer(builder, address, kind), align=64 if stream else 1)
+    if stream:
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def _void(*names: str) -> Any:
+    return types.void(*(types.int64 for _ in names))
+
+
+@intrinsic
+def _word(typing: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], ir.IntType(64)), align=8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _byte(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.zext(builder.load(_pointer(builder, arguments[0], ir.IntType(8))), ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _set_byte(typing: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.trunc(arguments[1], ir.IntType(8))
+        builder.store(value, _pointer(builder, arguments[0], ir.IntType(8)))
+        return context.get_dummy_value()
+
+    return _void("address", "value"), generate
+
+
+@intrinsic
+def _set_int32(typing: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.trunc(arguments[1], ir.IntType(32))
+        builder.store(value, _pointer(builder, arguments[0], ir.IntType(32)))
+        return context.get_dummy_value()
+
+    return _void("address", "value"), generate
+
+
+@intrinsic
+def _copy(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.IntType(8)
+        target, source = (_pointer(builder, address, kind) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return _void("target", "source", "nbytes"), generate
+
+
+@intrinsic
+def _set(typing: Any, target: Any, nbytes: Any, value: Any) -> Any:
+    """memset"""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.trunc(arguments[2], ir.IntType(8))
+        cgutils.memset(builder, _pointer(builder, arguments[0], ir.IntType(8)), arguments[1], value)
+        return context.get_dummy_value()
+
+    return _void("target", "nbytes", "value"), generate
+
+
+@intrinsic
+def _stream_64(typing: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes to a multiple of 64, past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = builder.load(_pointer(builder, arguments[1], _WIDE), align=1)
+        _store(builder, value, arguments[0], _WIDE, stream=True)
+        return context.get_dummy_value()
+
+    return _void("target", "source"), generate
+
+
+@intrinsic
+def _stream_value_64(typing: Any, target: Any, value: Any) -> Any:
+    """Set 64 bytes from a multiple of 64 to one of eight equal bytes, past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        one = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), arguments[1], ir.Constant(ir.IntType(32), 0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
+        value = builder.shuffle_vector(one, ir.Constant(_WIDE, ir.Undefined), zeros)
+        _store(builder, value, arguments[0], _WIDE, stream=True)
+        return context.get_dummy_value()
+
+    return _void("target", "value"), generate
+
+
+@intrinsic
+def _expand_64(typing: Any, target: Any, source: Any) -> Any:
+    """64 bits to 64 bytes of 0 or 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.load(_pointer(builder, arguments[1], ir.IntType(64)), align=1)
+        value = builder.zext(builder.bitcast(bits, _BOOLS), _BYTES)
+        _store(builder, value, arguments[0], _BYTES, stream=False)
+        return context.get_dummy_value()
+
+    return _void("target", "source"), generate
+
+
+@intrinsic
+def _fence(typing: Any) -> Any:
+    """What was streamed is seen by other threads and devices before anything written later."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile now, and keep the machine code in a cache where one can be written."""
+    options: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except (RuntimeError, OSError):  # no folder for a cache, or it cannot be written
+            return njit(signature, **options)(function)
+
+    return decorate
+
+
+@register_jitable
+def _put(target: int, source: int, nbytes: int, stream: bool) -> None:
+    if not stream or nbytes < 256:
+        _copy(target, source, nbytes)
+        return
+    head = -target & 63
+    _copy(target, source, head)
+    at, stop = target + head, target + nbytes
+    shift = source - target
+    while at + 64 <= stop:
+        _stream_64(at, at + shift)
+        at += 64
+    _copy(at, at + shift, stop - at)
+
+
+@register_jitable
+def _set_all(target: int, nbytes: int, value: int, stream: bool) -> None:
+    if not stream or nbytes < 256:
+        _set(target, nbytes, value)
+        return
+    head = -target & 63
+    _set(target, head, value)
+    at, stop = target + head, target + nbytes
+    while at + 64 <= stop:
+        _stream_value_64(at, value * 0x0101010101010101)
+        at += 64
+    _set(at, stop - at, value)
+
+
+@register_jitable
+def _expand(target: int, source: int, count: int) -> None:
+    done = 0
+    while done + 64 <= count:
+        _expand_64(target + done, source + (done >> 3))
+        done += 64
+    while done < count:
+        _set_byte(target + done, (_byte(source + (done >> 3)) >> (done & 7)) & 1)
+        done += 1
+
+
+@_compiled("int64(int64[::1], int64, int64[:, ::1], int64[::1], int64, boolean, int64[:, ::1])")
+def _measure(
+    rows: Any, num_rows: int, outputs: Any, lengths: Any, multiple: int, is_packed: bool, sizes: Any
+) -> int:  # fmt: skip
+    count = len(rows)
+    for place in range(count):
+        if rows[place] < 0 or rows[place] >= num_rows:
+            return place
+    end = 0
+    for output in range(len(outputs)):
+        what, axis, size, _, _, first = outputs[output]
+        along = 1
+        if axis >= 0 and first < output:
+            along = sizes[first, 1]
+        elif axis >= 0:
+            along = 0
+            for place in range(count):
+                length = _word(lengths[axis] + 8 * rows[place])
+                along = along + length if is_packed else max(along, length)
+            if not is_packed:
+                along = (along + multiple - 1) // multiple * multiple
+        sizes[output, 0] = end
+        sizes[output, 1] = along
+        if what == ENDS and is_packed:
+            nbytes = 4 * (count + 1)
+        else:
+            nbytes = along * size if is_packed and axis >= 0 else count * along * size
+        end += (nbytes + 63) // 64 * 64
+    sizes[len(outputs), 0] = end
+    sizes[len(outputs), 1] = 0
+    return -1
+
+
+@_compiled("void(int64[::1], int64[:, ::1], int64[::1], boolean, int64[:, ::1], int64, boolean)")
+def _fill_block(
+    rows: Any, outputs: Any, lengths: Any, is_packed: bool, sizes: Any, block: int, stream: bool
+) -> None:  # fmt: skip
+    count = len(rows)
+    for output in range(len(outputs)):
+        what, axis, size, numbers, addresses, _ = outputs[output]
+        target = block + sizes[output, 0]
+        room = sizes[output, 1] * size
+        total = 0
+        for place in range(count):
+            row = rows[place]
+            length = _word(lengths[axis] + 8 * row) if axis >= 0 else 1
+            nbytes = length * size
+            if what == FIXED or what == LIST:
+                _put(target, _word(addresses + 8 * row), nbytes, stream)
+            elif what == BITS:
+                _expand(target, _word(addresses + 8 * row), length * numbers)
+            elif is_packed:
+                _set_int32(target + 4 * place, total)
+                total += length
+                continue
+            else:
+                _set_all(target, nbytes, 1, stream)
+            target += nbytes
+            if not is_packed and axis >= 0:
+                _set_all(target, room - nbytes, 0, stream)
+                target += room - nbytes
+        if what == ENDS and is_packed:
+            _set_int32(target + 4 * count, total)
+    if stream:
+        _fence()
+
+
+def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes: np.ndarray) -> int:
+    """Sizes of a batch's outputs (see `plan`); the place of a row number out of range, or -1."""
+    wrong: int = _measure(rows, plan.num_rows, plan.table, plan.lengths, multiple, is_packed, sizes)
+    return wrong
+
+
+def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray, base: int) -> None:
+    """Write a batch into its block, which begins at the address `base`."""
+    _fill_block(rows, plan.table, plan.lengths, is_packed, sizes, base, len(block) >= STREAM_BYTES)
