@@ -57,6 +57,10 @@ class MissingExtra(FlowError, ImportError):
     """An optional package is needed; the message says which extra brings it."""
 
 
+class StoreError(FlowError, OSError):
+    """A table's memory or files cannot be made, grown, written or read back."""
+
+
 class RunError(FlowError, RuntimeError):
     """A run cannot start, go on or be read back."""
 
