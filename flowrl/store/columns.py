@@ -110,10 +110,11 @@ def to_stored(name: str, values: Any, kind: ColumnType, num_rows: int) -> tuple[
     if len(stored) != num_rows:
         raise SchemaError(f"column '{name}' needs one value per row ({num_rows}); found {len(stored)}")
     flat = stored.values if isinstance(stored, Ragged) else stored
-    return stored, _with_lengths(name, kind, flat)
+    return stored, with_lengths(name, kind, flat)
 
 
-def _with_lengths(name: str, kind: ColumnType, flat: np.ndarray) -> ColumnType:
+def with_lengths(name: str, kind: ColumnType, flat: np.ndarray) -> ColumnType:
+    """The type with inner lengths as `flat` [T, *inner] has them. Errors: SchemaError when they are not those asked for."""
     asked = inner_lengths(kind)
     found = flat.shape[1:]
     if len(asked) != len(found) or any(

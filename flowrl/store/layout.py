@@ -2,7 +2,7 @@
 
     prepared = prepare(batch columns, types, num_rows)     or prepare_rows(list of dicts, types)
     block = arenas.allocate(prepared.nbytes)
-    prepared.write(arenas.write(block))                    # the only copy
+    prepared.write(arenas.write(block))                    # the only copy of numbers
     decode(prepared.layouts[0], root, num_rows)            # views of the block
 
     encoding   buffers
@@ -18,17 +18,28 @@ gives the run of each row. TOKEN columns share one offsets buffer. Every buffer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from operator import attrgetter, ne
 from typing import Any
 
 import numpy as np
 
-from flowrl.schema.types import ColumnType
-from flowrl.store.columns import Values
+from flowrl.errors import StoreError
+from flowrl.schema.columns import Column
+from flowrl.schema.ragged import Ragged
+from flowrl.schema.types import PROMPT, TOKEN, ColumnType
+from flowrl.store.columns import NUMPY_DTYPES, Values, inner_lengths, is_list_column, to_stored, with_lengths
+from flowrl.store.rows import RowBatch
 
 ALIGN = 64
 ENCODINGS = ("plain", "list", "bits", "text", "texts")
+
+_LONG = 32
+"""Mean number of values per row from which rows are copied one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """Where one column of a segment lies in its block."""
+    """Where one column of a segment lies in its block.
+
+    Example:
+        ColumnLayout("response_ids", TOKEN.i32, "list", (Buffer(0, 4096), Buffer(4096, 72)))
+    """
 
     name: str
     type: ColumnType
@@ -57,31 +72,286 @@ class ColumnLayout:
     once: bool = False
 
     def to_json(self) -> list[Any]:
-        raise NotImplementedError
+        buffers = [
+            [b.offset, b.stored] if b.raw is None else [b.offset, b.stored, b.codec, b.raw] for b in self.buffers
+        ]
+        return [self.name, str(self.type), self.encoding, buffers, list(self.inner), int(self.once)]
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> ColumnLayout:
-        raise NotImplementedError
+        name, kind, encoding, buffers, inner, once = found
+        return cls(name, _parsed(kind), encoding, tuple(Buffer(*b) for b in buffers), tuple(inner), bool(once))
+
+
+_parsed = lru_cache(maxsize=1024)(ColumnType.parse)
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A buffer to be written: arrays of one dtype end to end, or bytes."""
+
+    nbytes: int
+    source: list[np.ndarray] | bytes
+    offset: int = -1
+
+    def write(self, into: np.ndarray) -> None:
+        target = into[self.offset : self.offset + self.nbytes]
+        if isinstance(self.source, bytes):
+            target[:] = np.frombuffer(self.source, np.uint8)
+        elif self.nbytes:
+            parts = self.source
+            shaped = target.view(parts[0].dtype).reshape(-1, *parts[0].shape[1:])
+            np.concatenate(parts, out=shaped, casting="no")
 
 
 class Prepared:
-    """Columns that are ready to be written: all is checked and counted, nothing is copied yet."""
+    """Columns that are ready to be written: all is checked and counted, and no numbers are copied yet.
 
-    num_rows: int
-    nbytes: int
-    """Of the block they need, a multiple of 64."""
-    raw_bytes: int
-    """Of the values and offsets as a `RowBatch` counts them (`RowBatch.nbytes`), before bits and `once`."""
-    layouts: tuple[ColumnLayout, ...]
+    Made by `prepare`, `prepare_rows` and `merge`. Holds on to the arrays it was made from until it is gone.
+    """
+
+    __slots__ = ("_pending", "layouts", "nbytes", "num_rows", "raw_bytes")
+
+    def __init__(
+        self, layouts: tuple[ColumnLayout, ...], pending: list[_Pending], num_rows: int, raw_bytes: int
+    ) -> None:
+        self.layouts = layouts
+        self.num_rows = num_rows
+        self.raw_bytes = raw_bytes
+        """Of the values and offsets as a `RowBatch` counts them (`RowBatch.nbytes`), before bits and `once`."""
+        self.nbytes = _round_up(pending[-1].offset + pending[-1].nbytes) if pending else 0
+        """Of the block they need, a multiple of 64."""
+        self._pending = pending
+
+    @property
+    def types(self) -> dict[str, ColumnType]:
+        return {layout.name: layout.type for layout in self.layouts}
 
     def write(self, into: np.ndarray) -> None:
-        """Copy everything into `into`, uint8 [>= nbytes]. The values must not have changed since."""
-        raise NotImplementedError
+        """Copy everything into `into`, uint8 [>= nbytes]. The values must not have changed since they were prepared."""
+        if into.dtype != np.uint8 or into.ndim != 1 or len(into) < self.nbytes:
+            raise StoreError(
+                f"these columns need a block of {self.nbytes} bytes; found {into.dtype} of shape {into.shape}. Allocate "
+                "`prepared.nbytes`"
+            )
+        for pending in self._pending:
+            pending.write(into)
+
+
+class _Builder:
+    """Collects columns; `finish` gives every buffer its place."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._columns: list[tuple[str, ColumnType, str, list[_Pending], tuple[int, ...], bool]] = []
+        self._token: tuple[np.ndarray, _Pending] | None = None
+        self._indexes: list[tuple[np.ndarray, _Pending]] = []
+        self._raw = 0
+
+    def finish(self) -> Prepared:
+        placed: list[_Pending] = []
+        end = 0
+        layouts = []
+        for name, kind, encoding, pending, inner, once in self._columns:
+            for buffer in pending:
+                if buffer.offset < 0:
+                    buffer.offset, end = end, _round_up(end + buffer.nbytes)
+                    placed.append(buffer)
+            buffers = tuple(Buffer(b.offset, b.nbytes) for b in pending)
+            layouts.append(ColumnLayout(name, kind, encoding, buffers, inner, once))
+        return Prepared(tuple(layouts), placed, self.num_rows, self._raw)
+
+    def add(self, name: str, kind: ColumnType, values: Values) -> None:
+        """A column in its stored form."""
+        if isinstance(values, Ragged):
+            lengths = values.lengths
+            if values.dtype == object:
+                self._add_texts(name, kind, values, lengths)
+            elif kind.granularity is PROMPT:
+                self.add_list(name, kind, list(values), lengths, values.values.shape[1:])
+            else:
+                self.add_list(name, kind, [values.values], lengths, values.values.shape[1:])
+        elif values.dtype == object:
+            self._add_text(name, kind, values.tolist())
+        else:
+            self._add_plain(name, kind, values)
+
+    def add_list(
+        self, name: str, kind: ColumnType, parts: list[np.ndarray], lengths: np.ndarray, inner: tuple[int, ...]
+    ) -> bool:
+        """A list column of numbers, in pieces (one a row for PROMPT); False for TOKEN columns of different lengths."""
+        if kind.granularity is TOKEN and self._token is not None and not np.array_equal(self._token[0], lengths):
+            return False
+        size = NUMPY_DTYPES[kind.dtype].itemsize * int(np.prod(inner, dtype=np.int64))
+        whole = size * int(lengths.sum())
+        self._raw += whole + (0 if kind.granularity is TOKEN and self._token is not None else 8 * len(lengths) + 8)
+        index = None
+        if kind.granularity is PROMPT and self.num_rows > 1:
+            starts, index = _runs([part.tobytes() for part in parts])
+            fewer = size * int(lengths[starts].sum())
+            if self._saves(fewer + 8 * len(starts) + 8, whole + 8 * len(lengths) + 8):
+                parts, lengths, whole = [parts[start] for start in starts.tolist()], lengths[starts], fewer
+            else:
+                index = None
+        offsets = self._token[1] if kind.granularity is TOKEN and self._token is not None else _offsets(lengths)
+        if kind.granularity is TOKEN and self._token is None:
+            self._token = lengths, offsets
+        if kind.dtype == "bool":
+            bits = _to_bits(parts if len(parts) == len(lengths) else _rows(parts, lengths))
+            self._put(name, kind, "bits", [_Pending(len(bits), [bits]), offsets], inner, index)
+        else:
+            full = [part for part in parts if len(part)] if len(parts) > 1 else parts
+            self._put(name, kind, "list", [_Pending(whole, full), offsets], inner, index)
+        return True
+
+    def _add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> None:
+        self._raw += values.nbytes
+        index = None
+        if kind.granularity is PROMPT and len(values) > 1 and values.nbytes:
+            flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+            starts, index = _starts((flat[1:] != flat[:-1]).any(axis=1))
+            if self._saves(values.nbytes // len(values) * len(starts), values.nbytes):
+                values = values[starts]
+            else:
+                index = None
+        self._put(name, kind, "plain", [_Pending(values.nbytes, [values])], values.shape[1:], index)
+
+    def _add_text(self, name: str, kind: ColumnType, texts: list[Any]) -> None:
+        encoded, bounds = _encoded(texts)
+        self._raw += len(encoded)
+        index = None
+        if kind.granularity is PROMPT and len(texts) > 1:
+            starts, index = _runs(texts)
+            fewer, fewer_bounds = _encoded([texts[start] for start in starts.tolist()])
+            if self._saves(len(fewer) + fewer_bounds.nbytes, len(encoded) + bounds.nbytes):
+                encoded, bounds = fewer, fewer_bounds
+            else:
+                index = None
+        self._put(name, kind, "text", [_Pending(len(encoded), encoded), _array(bounds)], (), index)
+
+    def _add_texts(self, name: str, kind: ColumnType, values: Ragged, lengths: np.ndarray) -> None:
+        encoded, bounds = _encoded(values.values.tolist())
+        self._raw += len(encoded) + values.offsets.nbytes
+        index = None
+        if kind.granularity is PROMPT and len(values) > 1:
+            rows = values.to_list()
+            starts, index = _runs(rows)
+            fewer, fewer_bounds = _encoded([text for start in starts.tolist() for text in rows[start]])
+            saved = len(fewer) + fewer_bounds.nbytes + 8 * len(starts)
+            if self._saves(saved, len(encoded) + bounds.nbytes + 8 * len(lengths)):
+                encoded, bounds, lengths = fewer, fewer_bounds, lengths[starts]
+            else:
+                index = None
+        pending = [_Pending(len(encoded), encoded), _array(bounds), _offsets(lengths)]
+        self._put(name, kind, "texts", pending, (), index)
+
+    def _saves(self, once: int, each: int) -> bool:
+        return _round_up(once) + _round_up(4 * self.num_rows) < _round_up(each)
+
+    def _put(
+        self,
+        name: str,
+        kind: ColumnType,
+        encoding: str,
+        pending: list[_Pending],
+        inner: tuple[int, ...],
+        index: np.ndarray | None,
+    ) -> None:
+        if index is not None:
+            shared = next((p for known, p in self._indexes if np.array_equal(known, index)), None)
+            if shared is None:
+                shared = _array(index)
+                self._indexes.append((index, shared))
+            pending.append(shared)
+        self._columns.append((name, kind, encoding, pending, inner, index is not None))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _array(values: np.ndarray) -> _Pending:
+    return _Pending(values.nbytes, [values])
+
+
+def _offsets(lengths: np.ndarray) -> _Pending:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return _array(offsets)
+
+
+def _runs(keys: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """First row of each run of equal neighbours, and for each row its run (int32)."""
+    return _starts(np.fromiter(map(ne, keys[1:], keys[:-1]), np.bool_, len(keys) - 1))
+
+
+def _starts(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    first = np.concatenate([[True], changes])
+    return np.flatnonzero(first), np.cumsum(first, dtype=np.int32) - np.int32(1)
+
+
+def _encoded(texts: list[Any]) -> tuple[bytes, np.ndarray]:
+    """All texts as bytes, end to end, and where each begins and ends, int64 [len + 1]."""
+    bounds = np.zeros(len(texts) + 1, np.int64)
+    if not texts or isinstance(texts[0], bytes):
+        pieces, joined = texts, b"".join(texts)
+    elif (text := "".join(texts)).isascii():
+        pieces, joined = texts, text.encode()
+    else:  # a lone surrogate is not UTF-8, and still must come back as it was
+        pieces = [text.encode(errors="surrogatepass") for text in texts]
+        joined = b"".join(pieces)
+    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=bounds[1:])
+    return joined, bounds
+
+
+def _bit_starts(lengths: np.ndarray, inner: tuple[int, ...]) -> np.ndarray:
+    """Byte at which each row's bits begin, and the end: int64 [N + 1]."""
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum((lengths * int(np.prod(inner, dtype=np.int64)) + 7) >> 3, out=starts[1:])
+    return starts
+
+
+def _rows(parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+    """The values of each row, from pieces of several rows."""
+    flat = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
+
+
+def _to_bits(rows: Iterable[np.ndarray]) -> np.ndarray:
+    """One bit a value, least significant first, each row from a byte boundary."""
+    spread = []
+    for row in rows:
+        spread += (row, _SPACES[-row.size & 7])
+    return np.packbits(np.concatenate(spread, axis=None), bitorder="little") if spread else np.zeros(0, np.uint8)
+
+
+_SPACES = [np.zeros(count, np.bool_) for count in range(8)]
+
+
+def _from_bits(bits: np.ndarray, lengths: np.ndarray, inner: tuple[int, ...]) -> np.ndarray:
+    """bool [T, *inner]"""
+    if not lengths.any():
+        return np.zeros((0, *inner), np.bool_)
+    starts = (8 * _bit_starts(lengths, inner)[:-1]).tolist()
+    counts = (lengths * int(np.prod(inner, dtype=np.int64))).tolist()
+    spread = np.unpackbits(bits, bitorder="little").view(np.bool_)
+    rows = [spread[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    return np.concatenate(rows).reshape(-1, *inner)
+
+
+# ---------------------------------------------------------------------------------------------------------- preparing
 
 
 def prepare(columns: Mapping[str, Values], types: Mapping[str, ColumnType], num_rows: int) -> Prepared:
     """From stored values (`batch[name]` by name) of the types they have (`batch.types`)."""
-    raise NotImplementedError
+    builder = _Builder(num_rows)
+    for name, values in columns.items():
+        builder.add(name, types[name], values)
+    return builder.finish()
 
 
 def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> Prepared:
@@ -89,12 +359,114 @@ def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTy
 
     Converts and refuses exactly what `RowBatch.from_rows` does; torch tensors on the CPU may stand for arrays.
     """
-    raise NotImplementedError
+    try:
+        prepared = _from_dicts(rows, types)
+    except Exception:  # whatever is wrong with the rows, from_rows says it in its own words
+        prepared = None
+    if prepared is not None:
+        return prepared
+    plain = [dict(zip(row, _arrays(list(row.values())), strict=True)) for row in rows]
+    batch = RowBatch.from_rows(plain, types)
+    return prepare({name: batch[name] for name in batch.names}, batch.types, len(batch))
+
+
+def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> Prepared | None:
+    """None when the rows are not as they should be."""
+    names = types.keys()
+    if not rows or not all(row.keys() == names for row in rows):
+        return None
+    builder = _Builder(len(rows))
+    for name, kind in types.items():
+        values = [row[name] for row in rows]
+        kinds = set(map(type, values))
+        if not kinds <= _KNOWN:
+            values = _arrays(values)
+            kinds = set(map(type, values))
+        if type(None) in kinds:
+            return None
+        if kinds == {np.ndarray} and _are_parts(values, kind):
+            Column(name, kind)  # refuses names that are no identifiers
+            lengths = np.fromiter(map(len, values), np.int64, len(values))
+            if not builder.add_list(name, with_lengths(name, kind, values[0]), values, lengths, values[0].shape[1:]):
+                return None
+            continue
+        Column(name, kind)
+        stored, kind = to_stored(name, values, kind, len(rows))
+        if not isinstance(stored, Ragged) or stored.dtype == object:
+            builder.add(name, kind, stored)
+        elif not builder.add_list(name, kind, list(stored), stored.lengths, stored.values.shape[1:]):
+            return None
+    return builder.finish()
+
+
+_KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
+
+
+def _are_parts(values: list[np.ndarray], kind: ColumnType) -> bool:
+    """Whether arrays can stand end to end as they are."""
+    if (
+        not is_list_column(kind)
+        or set(map(_DTYPE, values)) != {NUMPY_DTYPES[kind.dtype]}
+        or kind.dtype in ("str", "bytes")
+    ):
+        return False
+    if not inner_lengths(kind):
+        return set(map(_NDIM, values)) == {1}
+    return len({value.shape[1:] for value in values}) == 1 and values[0].ndim > 0
+
+
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
+
+
+def _arrays(values: list[Any]) -> list[Any]:
+    """With torch tensors that share their memory with NumPy as arrays; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return values
+    return [_array_of(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _array_of(tensor: Any) -> Any:
+    try:
+        return np.asarray(tensor)
+    except (TypeError, RuntimeError):  # on a device, bfloat16, or part of a graph: refused as what it is
+        return tensor
 
 
 def merge(parts: Sequence[tuple[Sequence[ColumnLayout], np.ndarray, int]]) -> Prepared:
     """Neighbouring segments (layouts, root, rows) of the same columns as one, in that order."""
-    raise NotImplementedError
+    builder = _Builder(sum(num_rows for _, _, num_rows in parts))
+    caches: list[dict[int, np.ndarray]] = [{} for _ in parts]
+    for place, first in enumerate(parts[0][0]):
+        layouts = [columns[place] for columns, _, _ in parts]
+        if any(layout.name != first.name for layout in layouts):
+            raise StoreError(f"segments to be merged have the same columns; found '{first.name}' beside others")
+        kind = next((k.type for k in layouts if all(isinstance(n, int) for n in inner_lengths(k.type))), first.type)
+        decoded = [
+            decode(layout, root, num_rows, offsets_cache=cache)
+            for layout, (_, root, num_rows), cache in zip(layouts, parts, caches, strict=True)
+        ]
+        _add_joined(builder, first.name, kind, decoded)
+    return builder.finish()
+
+
+def _add_joined(builder: _Builder, name: str, kind: ColumnType, decoded: list[Values]) -> None:
+    flat = [part.values if isinstance(part, Ragged) else part for part in decoded]
+    full = [part for part in flat if len(part)] or flat[:1]  # inner lengths may be unknown where there are no values
+    ragged = [part for part in decoded if isinstance(part, Ragged)]
+    if not ragged:
+        builder.add(name, kind, np.concatenate(full))
+        return
+    lengths = np.concatenate([part.lengths for part in ragged])
+    if kind.dtype in ("str", "bytes"):
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        builder.add(name, kind, Ragged(np.concatenate(full), offsets))
+    else:
+        rows: list[np.ndarray] = [row for part in ragged for row in part] if kind.granularity is PROMPT else full
+        builder.add_list(name, kind, rows, lengths, full[0].shape[1:])
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def decode(
@@ -108,7 +480,87 @@ def decode(
 
     "plain" and "list" are read-only views unless compressed or `once`; the rest is materialised.
     """
-    raise NotImplementedError
+    dtype = NUMPY_DTYPES[layout.type.dtype]
+    index = _bytes(layout, root, -1, 4).view(np.int32) if layout.once else None
+    if layout.encoding == "plain":
+        stored = num_rows if index is None else int(index[-1]) + 1
+        values = _values(layout, root, dtype, stored)
+        return values if index is None else _sealed(values[index])
+    if layout.encoding == "text":
+        texts = _texts(layout, root)
+        return texts if index is None else _sealed(texts[index])
+    offsets = _offsets_of(layout, root, -1 - layout.once, offsets_cache)
+    if layout.encoding == "texts":
+        flat = _texts(layout, root)
+    elif layout.encoding == "bits":
+        flat = _sealed(_from_bits(_bytes(layout, root, 0, 1), np.diff(offsets), layout.inner))
+    else:
+        flat = _values(layout, root, dtype, int(offsets[-1]))
+    return Ragged(flat, offsets) if index is None else _repeated(flat, offsets, index)
+
+
+def _values(layout: ColumnLayout, root: np.ndarray, dtype: np.dtype[Any], count: int) -> np.ndarray:
+    return _sealed(_bytes(layout, root, 0, dtype.itemsize).view(dtype).reshape(count, *layout.inner))
+
+
+def _bytes(layout: ColumnLayout, root: np.ndarray, which: int, itemsize: int) -> np.ndarray:
+    """uint8, what a buffer holds."""
+    buffer = layout.buffers[which]
+    found = root[buffer.offset : buffer.offset + buffer.stored]
+    if len(found) != buffer.stored:
+        raise StoreError(
+            f"column '{layout.name}' lies in bytes {buffer.offset} to {buffer.offset + buffer.stored} of its block, which has "
+            f"{len(root)}: the block is not the one the layout was written for"
+        )
+    if buffer.raw is None:
+        return found
+    from flowrl.store.codecs import decode_buffer
+
+    inner = layout.inner[-1] if layout.inner and which == 0 else 1
+    decoded: np.ndarray = decode_buffer(found, buffer.codec, buffer.raw, itemsize=itemsize, inner=inner)
+    return decoded
+
+
+def _offsets_of(layout: ColumnLayout, root: np.ndarray, which: int, cache: dict[int, np.ndarray] | None) -> np.ndarray:
+    key = layout.buffers[which].offset
+    found = cache.get(key) if cache is not None else None
+    if found is None:
+        found = _sealed(_bytes(layout, root, which, 8).view(np.int64))
+        if cache is not None:
+            found = cache.setdefault(key, found)  # one array, also when two threads decode
+    return found
+
+
+def _texts(layout: ColumnLayout, root: np.ndarray) -> np.ndarray:
+    raw = _bytes(layout, root, 0, 1).tobytes()
+    bounds = _bytes(layout, root, 1, 8).view(np.int64).tolist()
+    made: Iterable[Any]
+    if layout.type.dtype == "bytes":
+        made = [raw[start:stop] for start, stop in pairwise(bounds)]
+    elif raw.isascii():
+        text = raw.decode()
+        made = [text[start:stop] for start, stop in pairwise(bounds)]
+    else:
+        made = [raw[start:stop].decode(errors="surrogatepass") for start, stop in pairwise(bounds)]
+    texts = np.empty(len(bounds) - 1, object)
+    texts[:] = made
+    return _sealed(texts)
+
+
+def _repeated(flat: np.ndarray, offsets: np.ndarray, index: np.ndarray) -> Ragged:
+    """The list of each row from those of the runs."""
+    if len(flat) < _LONG * (len(offsets) - 1):
+        taken = Ragged(flat, offsets).take(index)
+        return Ragged(_sealed(taken.values), _sealed(taken.offsets))
+    rows = [flat[start:stop] for start, stop in pairwise(offsets.tolist())]
+    spread = np.zeros(len(index) + 1, np.int64)
+    np.cumsum(np.diff(offsets)[index], out=spread[1:])
+    return Ragged(_sealed(np.concatenate([rows[run] for run in index.tolist()])), _sealed(spread))
+
+
+def _sealed(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +579,19 @@ def places(
     layout: ColumnLayout, root: np.ndarray, num_rows: int, *, offsets_cache: dict[int, np.ndarray] | None = None
 ) -> Places | None:
     """Addresses of the rows; None for text and for compressed columns, which must be decoded."""
-    raise NotImplementedError
+    if layout.encoding in ("text", "texts") or any(buffer.raw is not None for buffer in layout.buffers):
+        return None
+    base = root.__array_interface__["data"][0] + layout.buffers[0].offset
+    size = NUMPY_DTYPES[layout.type.dtype].itemsize * int(np.prod(layout.inner, dtype=np.int64))
+    index = _bytes(layout, root, -1, 4).view(np.int32) if layout.once else None
+    if layout.encoding == "plain":
+        return Places(
+            base + size * (np.arange(num_rows) if index is None else index.astype(np.int64)), None, False, layout.inner
+        )
+    offsets = _offsets_of(layout, root, -1 - layout.once, offsets_cache)
+    lengths = np.diff(offsets)
+    is_bits = layout.encoding == "bits"
+    address = base + (_bit_starts(lengths, layout.inner)[:-1] if is_bits else size * offsets[:-1])
+    if index is not None:
+        address, lengths = address[index], lengths[index]
+    return Places(address, lengths, is_bits, layout.inner)
