@@ -1,0 +1,225 @@
+"""Where an open table's rows lie, seen from one process: its log, its place among the processes, its memory.
+
+    record -> log -> every attached process applies it to its catalog
+    bytes  -> a block in this process's own arenas, read by all through a read-only mapping
+
+[Note: When a block is used again] A segment that leaves the catalog is retired. Its bytes stay as they are until no living
+process has it pinned; only then does the process whose arena it lies in give the block out again. Pins are taken inside
+a transaction, after the log was read to its end, so a segment that was retired before cannot be pinned any more, and one
+that is pinned is seen by whoever wants the block. A view that a reader was given keeps its pin until it is collected.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from flowrl.errors import StoreError
+from flowrl.store.arena import Arenas, Block, Mapped
+from flowrl.store.catalog import DISK, Catalog, Record, Segment
+from flowrl.store.log import CommitLog, LocalLog
+from flowrl.store.presence import LocalPresence, Presence
+
+COMPACT_BYTES = 4 << 20
+"""A log is rewritten as one snapshot when it has grown by this much, or by twice the last snapshot."""
+
+
+class Backing:
+    """The parts of one attached process, and the rules between them."""
+
+    def __init__(
+        self,
+        log: CommitLog | LocalLog,
+        presence: Presence | LocalPresence | None,
+        arenas: Arenas | None,
+        mapped: Mapped,
+    ) -> None:
+        self.log, self.presence, self.arenas, self.mapped = log, presence, arenas, mapped
+        self.catalog = Catalog()
+        self.mutex = threading.RLock()
+        """Held while the catalog is read or changed; never while waiting for the log's lock."""
+        self._roots: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+        self._unpinned: deque[int] = deque()
+        self._idle = threading.Lock()
+        """Held around every use of pins. A view may be collected in the middle of one, in the same thread: then the lock is
+        found held, and the pin is left for the next use to take back."""
+        self._waiting: dict[int, Block] = {}
+        """Retired blocks of ours that somebody may still read."""
+        self._files: dict[int, list[Path]] = {}
+        """Files of retired segments that somebody may still read."""
+        self._counter = 0
+        self._snapshot_bytes = 0
+        self._leaving = False
+        self.closed = False
+
+    # ------------------------------------------------------------------------------------------------------- records
+
+    def replay(self) -> None:
+        """Apply what others, or this process, have committed."""
+        with self.mutex:
+            for record in self.log.read():
+                self.catalog.apply(record)
+            if self.catalog.retired:
+                retired, self.catalog.retired = self.catalog.retired, []
+                self._sort_out(retired)
+
+    @contextmanager
+    def transaction(self, timeout_s: float = 30.0) -> Iterator[Catalog]:
+        """The catalog as of now, with nobody else changing it until the end."""
+        self.check_open()
+        with self.log.transaction(timeout_s):
+            self.replay()
+            yield self.catalog
+
+    def commit(self, *records: Record) -> None:
+        """Make the records part of the table, all or none. Inside a transaction."""
+        self.log.append(*records)
+        self.replay()
+        if self.log.bytes_since_snapshot > max(COMPACT_BYTES, 2 * self._snapshot_bytes):
+            before = self.log.bytes_since_snapshot
+            self.log.compact(self.catalog.snapshot())
+            self._snapshot_bytes = self.log.bytes_since_snapshot if self.log.bytes_since_snapshot < before else before
+            self.replay()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreError("the table is closed; open it again with ExperienceTable.open(path_or_name)")
+
+    # -------------------------------------------------------------------------------------------------------- blocks
+
+    def new_uid(self) -> int:
+        assert self.presence is not None
+        with self.mutex:
+            self._counter += 1
+            return (self.presence.slot << 40) | self._counter
+
+    def allocate(self, nbytes: int) -> tuple[Block, np.ndarray]:
+        """A block of ours and its bytes to write. Errors: StoreError when there is no memory for it."""
+        assert self.arenas is not None
+        with self.mutex:
+            self.recycle()
+            block = self.arenas.allocate(nbytes)
+            return block, self.arenas.write(block)
+
+    def discard(self, blocks: Iterable[Block]) -> None:
+        """Give back blocks that were never committed."""
+        assert self.arenas is not None
+        with self.mutex:
+            for block in blocks:
+                self.arenas.free(block)
+
+    def recycle(self) -> None:
+        """Give retired blocks that nobody reads any more out again."""
+        with self.mutex:
+            self._take_back_pins()
+            if not (self._waiting or self._files) or self.presence is None or self.arenas is None:
+                return
+            with self._idle:
+                pinned = self.presence.pinned([*self._waiting, *self._files])
+            for uid in [uid for uid in self._files if uid not in pinned]:
+                for file in self._files.pop(uid):
+                    file.unlink(missing_ok=True)
+            for uid in [uid for uid in self._waiting if uid not in pinned]:
+                self.arenas.free(self._waiting.pop(uid))
+
+    def forget_files(self, uid: int, files: Sequence[Path]) -> None:
+        """Remove the files of a retired segment as soon as nobody reads them."""
+        self._files[uid] = list(files)
+        self.recycle()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of our retired blocks that somebody still reads."""
+        with self.mutex:
+            return sum(block.nbytes for block in self._waiting.values())
+
+    def _sort_out(self, retired: Sequence[Segment]) -> None:
+        own = None if self.presence is None else f"arena-{self.presence.slot}-"
+        for segment in retired:
+            if segment.tier != DISK and own is not None and str(segment.place[0]).startswith(own):
+                self._waiting[segment.uid] = Block(*segment.place)
+        self.on_retired(retired)
+
+    def on_retired(self, retired: Sequence[Segment]) -> None:
+        """Called for segments that left the catalog; the table removes their files."""
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def root(self, segment: Segment) -> np.ndarray:
+        """The bytes of a segment in memory, uint8, read-only. Every view of them keeps them as they are.
+
+        Inside a transaction, with the segment in the catalog (see the note above).
+        """
+        with self.mutex:
+            found = self._roots.get(segment.uid)
+            if found is not None:
+                return found
+            # a file has no bytes to map; its pin keeps the file
+            root = np.empty(1, np.uint8) if segment.tier == DISK else self.mapped.root(Block(*segment.place))
+            if self.presence is not None:
+                with self._idle:
+                    self.presence.pin(segment.uid)
+                weakref.finalize(root, self._collected, segment.uid).atexit = False
+            self._roots[segment.uid] = root
+            return root
+
+    def _collected(self, uid: int) -> None:
+        # runs wherever the collector runs, so it waits for nothing
+        self._unpinned.append(uid)
+        if self._idle.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._idle.release()
+
+    def _take_back_pins(self) -> None:
+        if self._unpinned and self._idle.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._idle.release()
+
+    def _drain(self) -> None:
+        if self.presence is None:
+            return
+        while self._unpinned:
+            self.presence.unpin(self._unpinned.popleft())
+        if self._leaving and not self._roots:
+            self.presence.close()
+
+    # -------------------------------------------------------------------------------------------------------- others
+
+    def release_the_dead(self) -> bool:
+        """Free what ended processes had claimed; whether there was any. Inside a transaction."""
+        if self.presence is None:
+            return False
+        slots = {slot for node in self.catalog.nodes.values() for slot, _ in node.open.values()}
+        gone = [slot for slot in slots if not self.presence.is_alive(slot)]
+        if gone:
+            self.commit(*({"kind": "gone", "slot": slot} for slot in gone))
+        return bool(gone)
+
+    def close(self, *, keep: bool) -> None:
+        """End this process's part. With `keep`, its arenas stay for others.
+
+        Rows that were read stay as they are for whoever holds them: while any is held, the process stays on the list of
+        those that read.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if self.arenas is not None:
+            self.arenas.close(keep=keep)
+        self.leave_presence()
+        self.log.close()
+
+    def leave_presence(self) -> None:
+        self._leaving = True
+        with self._idle:
+            self._drain()

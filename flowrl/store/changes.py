@@ -1,0 +1,479 @@
+"""Changes of a table: rows at the end, columns beside them, small segments made one, old rows gone.
+
+append    room -> write (no lock held) -> commit            a reader sees all of an append, or nothing
+fill      rows that have come are given a column of their own segment; nothing old is touched
+merge     a chunk that is full, and was written in pieces, becomes one segment
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import DataError, SchemaError, StoreError, WaitTimeout
+from flowrl.schema.columns import Column
+from flowrl.schema.ragged import Ragged
+from flowrl.schema.standard import STANDARD
+from flowrl.schema.types import TOKEN, ColumnType
+from flowrl.store import layout as layouts
+from flowrl.store.backing import Backing
+from flowrl.store.catalog import HOT, Catalog, Record, Segment, cut
+from flowrl.store.columns import inner_lengths, to_stored
+from flowrl.store.incoming import Incoming
+from flowrl.store.intervals import Pairs, RowSet, length
+from flowrl.store.reading import View, parsed_layouts
+from flowrl.store.rows import RowBatch
+from flowrl.store.writing import blocks_of, moved, write
+
+LONGEST_NAP_S = 0.01
+"""Between looks at whether a reader has let go of memory, which no record tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much a table keeps, and what happens when that is reached."""
+
+    max_rows: int | None = None
+    max_bytes: int | None = None
+    chunk_rows: int = 256
+    on_full: str = "evict"
+    timeout_s: float = 60.0
+
+
+# ------------------------------------------------------------------------------------------------------------- append
+
+
+def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, bool]:
+    """Write and commit. Returns the numbers of the rows, and whether a chunk became full.
+
+    Errors: SchemaError when another process changed the columns meanwhile; StoreError when there is no room; WaitTimeout.
+    """
+    skipped = _skipped(rows, bounds)
+    stored = rows.num_rows - skipped
+    with backing.mutex:
+        backing.replay()
+        catalog = backing.catalog
+        _check_not_finished(catalog)
+        open_rows = catalog.appended - catalog.chunks[-1] if catalog.chunks and not skipped else 0
+    groups = _kept_groups(rows.groups, stored)
+    pieces = cut(stored, open_rows, bounds.chunk_rows, groups)
+    prepared = [rows.piece(skipped + piece.start, skipped + piece.stop) for piece in pieces]
+    nbytes = sum(p.nbytes for p in prepared)
+    make_room(backing, bounds, stored, nbytes)
+    segments: list[Segment] = []
+    try:
+        for one in prepared:
+            segments.append(write(backing, one, 0))
+        with backing.transaction(bounds.timeout_s) as catalog:
+            _check_not_finished(catalog)
+            first = catalog.appended
+            records = _columns_records(catalog, rows.types)
+            chunks = []
+            grown = first - catalog.chunks[-1] if catalog.chunks and not skipped else bounds.chunk_rows
+            placed = []
+            for number, (piece, segment) in enumerate(zip(pieces, segments, strict=True)):
+                at = first + skipped + piece.start
+                # another process may have filled the open chunk since the pieces were cut
+                fits = number == 0 and grown + piece.stop - piece.start <= bounds.chunk_rows
+                if piece.opens or (number == 0 and not fits):
+                    chunks.append(at)
+                placed.append(moved(segment, at).to_json())
+            starts = np.cumsum([0, *groups[:-1]]).tolist() if groups else []
+            record: Record = {
+                "kind": "append", "first": first, "rows": rows.num_rows, "skipped": skipped, "chunks": chunks,
+                "segments": placed, "groups": [first + skipped + start for start in starts],
+            }  # fmt: skip
+            gone = _over(catalog, bounds, stored, nbytes)
+            backing.commit(*records, *gone, record)
+            closed = _closed_chunk(backing.catalog, bounds.chunk_rows)
+    except BaseException:
+        backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+        raise
+    return range(first, first + rows.num_rows), closed
+
+
+def _skipped(rows: Incoming, bounds: Bounds) -> int:
+    """Rows at the front that could not stay even for a moment, since the rest fills the table."""
+    if bounds.max_rows is None or rows.num_rows <= bounds.max_rows or bounds.on_full != "evict":
+        return 0
+    if not rows.groups:
+        return rows.num_rows - bounds.max_rows
+    kept = 0
+    for size in reversed(rows.groups):
+        if kept + size > bounds.max_rows:
+            break
+        kept += size
+    return rows.num_rows - kept
+
+
+def _kept_groups(groups: Sequence[int], stored: int) -> list[int]:
+    kept: list[int] = []
+    left = stored
+    for size in reversed(groups):
+        if left <= 0:
+            break
+        kept.append(size)
+        left -= size
+    return kept[::-1]
+
+
+def _check_not_finished(catalog: Catalog) -> None:
+    if catalog.finished:
+        raise StoreError("the table was finished: finish() says that no more rows will come; append before it")
+
+
+def _columns_records(catalog: Catalog, types: Mapping[str, ColumnType]) -> list[Record]:
+    """Columns that are new (in the first rows), or whose inner length is known from now on."""
+    if catalog.columns and (missing := [n for n, c in catalog.columns.items() if c.required and n not in types]):
+        raise SchemaError(
+            f"the table has a column '{missing[0]}' that the rows to append lack: another process added it meanwhile"
+        )
+    found = []
+    for name, kind in types.items():
+        known = catalog.columns.get(name)
+        if known is None:
+            if any(column.required for column in catalog.columns.values()):
+                raise SchemaError(
+                    f"the rows to append have a column '{name}' that the table lacks: another process set the table's "
+                    "columns first"
+                )
+            found.append([name, str(kind), True, STANDARD[name].doc if name in STANDARD else ""])
+        elif known.type != kind and any(not isinstance(n, int) for n in inner_lengths(known.type)):
+            found.append([name, str(kind), known.required, known.doc])
+    return [{"kind": "columns", "columns": found}] if found else []
+
+
+def _closed_chunk(catalog: Catalog, chunk_rows: int) -> bool:
+    """Whether the last append left a full chunk behind that consists of pieces."""
+    chunks = catalog.chunks
+    return len(chunks) > 1 or (bool(chunks) and catalog.appended - chunks[-1] >= chunk_rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- room
+
+
+def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> None:
+    """Return when `rows` rows of `nbytes` bytes may be written; with on_full="wait" that takes until consumers are done.
+
+    Errors: StoreError when it can never be, or with on_full="raise"; WaitTimeout.
+    """
+    if bounds.max_rows is None and bounds.max_bytes is None:
+        return
+    _check_fits(bounds, rows, nbytes)
+    if bounds.on_full == "evict" and bounds.max_bytes is None:
+        return  # evicted in the commit of the rows themselves
+    until = time.monotonic() + bounds.timeout_s
+    while True:
+        with backing.transaction(bounds.timeout_s) as catalog:
+            backing.release_the_dead()
+            backing.recycle()
+            if bounds.on_full == "raise":
+                _raise_if_full(catalog, bounds, rows, nbytes)
+                return
+            only_done = bounds.on_full == "wait"
+            gone = _over(catalog, bounds, rows, nbytes, only_done=only_done)
+            if gone:
+                backing.commit(*gone)
+            lacking = _lacking(backing, bounds, rows, nbytes)
+            if not lacking:
+                return
+            seen = backing.log.sequence
+        left = until - time.monotonic()
+        if left <= 0:
+            raise WaitTimeout(_full_text(backing.catalog, bounds, lacking))
+        backing.log.wait(seen, min(left, LONGEST_NAP_S))
+
+
+def _check_fits(bounds: Bounds, rows: int, nbytes: int) -> None:
+    if bounds.max_rows is not None and rows > bounds.max_rows:
+        raise StoreError(f"one append of {rows} rows does not fit into a table of max_rows={bounds.max_rows}")
+    if bounds.max_bytes is not None and nbytes > bounds.max_bytes:
+        raise StoreError(
+            f"one append needs {nbytes} bytes and the table keeps max_bytes={bounds.max_bytes}; append fewer rows at a "
+            "time or raise max_bytes"
+        )
+
+
+def _over(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int, *, only_done: bool = False) -> list[Record]:
+    """The eviction that makes room for what comes, as far as rows can go."""
+    gone = RowSet()
+    if bounds.max_rows is not None and bounds.on_full != "raise":
+        over = len(catalog.alive) + rows - bounds.max_rows
+        if over > 0:
+            gone.update(catalog.evictable(over, only_done=only_done))
+    if bounds.max_bytes is not None and bounds.on_full != "raise":
+        over = sum(catalog.bytes.values()) + nbytes - bounds.max_bytes
+        if over > 0:
+            gone.update(catalog.evictable_for(over, only_done=only_done))
+    return [{"kind": "evict", "rows": gone.pairs()}] if gone else []
+
+
+def _lacking(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> str:
+    """What there is too much of still; empty when the rows may come."""
+    catalog = backing.catalog
+    if bounds.on_full == "wait" and bounds.max_rows is not None and len(catalog.alive) + rows > bounds.max_rows:
+        return f"{rows} rows beside {len(catalog.alive)} of max_rows={bounds.max_rows}"
+    if bounds.max_bytes is not None:
+        pinned = backing.pinned_bytes if bounds.on_full == "wait" else 0
+        held = sum(catalog.bytes.values()) + pinned
+        if held + nbytes > bounds.max_bytes:
+            read = f" ({pinned} of them evicted, and still read by someone)" if pinned else ""
+            return f"{nbytes} bytes beside {held}{read} of max_bytes={bounds.max_bytes}"
+    return ""
+
+
+def _raise_if_full(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int) -> None:
+    held = sum(catalog.bytes.values())
+    if (bounds.max_rows is not None and len(catalog.alive) + rows > bounds.max_rows) or (
+        bounds.max_bytes is not None and held + nbytes > bounds.max_bytes
+    ):
+        raise StoreError(
+            f"the table is full: {len(catalog.alive)} rows, {held} bytes, and {rows} rows of {nbytes} bytes to come "
+            f"(max_rows={bounds.max_rows}, max_bytes={bounds.max_bytes}); evict rows first, or choose on_full='evict' or 'wait'"
+        )
+
+
+def _full_text(catalog: Catalog, bounds: Bounds, lacking: str) -> str:
+    claimed = len(catalog.claimed())
+    nodes = "; ".join(f"'{name}' is done with {len(node.done)}" for name, node in catalog.nodes.items())
+    return (
+        f"waited {bounds.timeout_s:g} s for room for {lacking}. {claimed} rows are claimed; "
+        f"{nodes or 'no consumer has claimed any row yet'}. Is the consumer still running? Its claims need .done() or "
+        ".release(), and its batches must be let go of"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeout_s: float) -> None:
+    """A column for all rows held; see `ExperienceTable.add_column`."""
+    Column(name, kind)
+    segments: list[Segment] = []
+    with backing.transaction(timeout_s) as catalog:
+        if name in catalog.columns:
+            raise SchemaError(
+                f"the table has a column '{name}' already; columns are never overwritten, choose another name"
+            )
+        doc = STANDARD[name].doc if name in STANDARD else ""
+        if values is None:
+            backing.commit({"kind": "columns", "columns": [[name, str(kind), False, doc]]})
+            return
+        stored, kind = to_stored(name, values, kind, len(catalog.alive))
+        whole = RowBatch._of({name: stored}, {name: kind}, len(catalog.alive))
+        try:
+            segments = _write_runs(backing, whole, _runs(catalog, catalog.alive.pairs()))
+            records: list[Record] = [{"kind": "columns", "columns": [[name, str(kind), True, doc]]}]
+            if segments:
+                records.append({"kind": "segments", "new": [s.to_json() for s in segments]})
+            backing.commit(*records)
+        except BaseException:
+            backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+            raise
+
+
+def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: float) -> int:
+    """A column's values for some rows; see `ExperienceTable.fill`."""
+    rows = np.asarray(numbers, np.int64) if not isinstance(numbers, range) else np.arange(numbers.start, numbers.stop)
+    if rows.ndim != 1 or len(np.unique(rows)) != len(rows):
+        raise SchemaError(f"fill needs each row number once; found {rows.tolist()[:12]}")
+    segments: list[Segment] = []
+    with backing.transaction(timeout_s) as catalog:
+        column = catalog.columns[name]
+        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= catalog.appended):
+            raise DataError(
+                f"fill was given row number {rows.min() if rows.min() < 0 else rows.max()}; {catalog.appended} rows "
+                "were ever appended, numbered from 0"
+            )
+        stored, kind = to_stored(name, values, column.type, len(rows))
+        batch = RowBatch._of({name: stored}, {name: kind}, len(rows))
+        order = np.argsort(rows, kind="stable")
+        asked = RowSet.of(rows)
+        there = RowSet(pair for a, b in asked for pair in catalog.alive.clip(a, b))
+        if double := [pair for a, b in there for pair in column.ready.clip(a, b)]:
+            raise SchemaError(
+                f"row number {double[0][0]} has a value of '{name}' already; values are never overwritten"
+            )
+        if not there:
+            return 0
+        keep = np.isin(rows[order], there.numbers(), assume_unique=True)
+        batch = batch.take(order[keep])
+        try:
+            segments = _write_runs(backing, batch, _runs(catalog, there.pairs()))
+            records: list[Record] = [{"kind": "segments", "new": [s.to_json() for s in segments], "change": True}]
+            if kind != column.type:
+                records.insert(0, {"kind": "columns", "columns": [[name, str(kind), column.required, column.doc]]})
+            backing.commit(*records)
+        except BaseException:
+            backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+            raise
+        return len(there)
+
+
+def _runs(catalog: Catalog, pairs: Pairs) -> Pairs:
+    """The rows cut at the bounds of chunks."""
+    found = []
+    for start, stop in pairs:
+        for first, end in catalog.chunk_ranges(start, stop):
+            found.append((max(start, first), min(stop, end)))
+    return found
+
+
+def _write_runs(backing: Backing, batch: RowBatch, runs: Pairs) -> list[Segment]:
+    """One segment for each run; `batch` has the rows of all of them, in order."""
+    name = batch.names[0]
+    segments: list[Segment] = []
+    at = 0
+    try:
+        for start, stop in runs:
+            piece = batch.slice(at, at + stop - start) if len(runs) > 1 else batch
+            at += stop - start
+            _check_axis(backing, name, piece, start, stop)
+            prepared = layouts.prepare(piece._columns, piece._types, len(piece))
+            segments.append(write(backing, prepared, start))
+    except BaseException:
+        backing.discard(blocks_of(segments))
+        raise
+    return segments
+
+
+def _check_axis(backing: Backing, name: str, piece: RowBatch, start: int, stop: int) -> None:
+    """TOKEN columns of a row have one value per token, all of them."""
+    if piece.types[name].granularity is not TOKEN:
+        return
+    catalog = backing.catalog
+    other = next(
+        (
+            n
+            for n, c in catalog.columns.items()
+            if n != name and c.type.granularity is TOKEN and c.ready.covers(start, stop)
+        ),
+        None,
+    )
+    if other is None:
+        return
+    theirs = View.of(backing, [(start, stop)], [other]).lengths(other)
+    values: Ragged = piece[name]
+    if not np.array_equal(theirs, values.lengths):
+        row = int(np.flatnonzero(theirs != values.lengths)[0])
+        raise SchemaError(
+            f"TOKEN columns of a row have one value per response token; in row {row} '{name}' has "
+            f"{values.lengths[row]} and '{other}' has {theirs[row]}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- merge
+
+
+def merge_full_chunks(backing: Backing, chunk_rows: int, timeout_s: float) -> None:
+    """Make one segment of the pieces of each full chunk, newest first, until one is whole already."""
+    while True:
+        with backing.transaction(timeout_s) as catalog:
+            found = _pieces_of_a_full_chunk(catalog, chunk_rows)
+            if not found:
+                return
+            roots = [backing.root(segment) for segment in found]
+        parts = [(parsed_layouts(s), root, s.rows) for s, root in zip(found, roots, strict=True)]
+        merged = write(backing, layouts.merge(parts), found[0].first)
+        del roots, parts
+        with backing.transaction(timeout_s) as catalog:
+            if all(s.uid in catalog.segments for s in found):
+                record = {"kind": "segments", "old": [s.uid for s in found], "new": [merged.to_json()]}
+                backing.commit(record)
+            else:  # evicted meanwhile
+                backing.discard(blocks_of([merged]))
+                return
+
+
+def _pieces_of_a_full_chunk(catalog: Catalog, chunk_rows: int) -> list[Segment]:
+    """Neighbouring hot segments of the same columns that together are a chunk which will not grow."""
+    ends = [*catalog.chunks[-3:], catalog.appended]  # older ones were looked at when they became full
+    for first, end in reversed(list(pairwise(ends))):
+        if end == catalog.appended and end - first < chunk_rows:
+            continue
+        if not catalog.alive.covers(first, end):
+            continue
+        by_names: dict[tuple[str, ...], list[Segment]] = {}
+        for segment in catalog.between(first, end):
+            by_names.setdefault(segment.names, []).append(segment)
+        for pieces in by_names.values():
+            pieces.sort(key=lambda s: s.first)
+            if (
+                len(pieces) > 1
+                and all(s.tier == HOT for s in pieces)
+                and pieces[0].first == first
+                and pieces[-1].stop == end
+                and all(a.stop == b.first for a, b in pairwise(pieces))
+                and not _is_used_up(catalog, first, end)
+            ):
+                return pieces
+    return []
+
+
+def _is_used_up(catalog: Catalog, first: int, end: int) -> bool:
+    """Whether every consumer has the rows already, so that making them one would be work for nothing."""
+    return bool(catalog.nodes) and all(node.taken.covers(first, end) for node in catalog.nodes.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------- evict
+
+
+def evict(backing: Backing, pairs: Pairs, timeout_s: float) -> int:
+    """Drop rows that nobody has claimed; how many."""
+    with backing.transaction(timeout_s) as catalog:
+        claimed = catalog.claimed()
+        gone = RowSet(pair for a, b in pairs for pair in catalog.alive.clip(a, b))
+        gone.difference_update(claimed)
+        if catalog.groups:
+            whole = RowSet()
+            for start, stop in gone.copy():
+                at = start
+                while at < stop:
+                    first, end = catalog.group_of(at)
+                    if not claimed.meets(first, end):
+                        whole.update(catalog.alive.clip(first, end))
+                    at = end
+            gone = whole
+        if gone:
+            backing.commit({"kind": "evict", "rows": gone.pairs()})
+        return length(gone)
+
+
+def restore(backing: Backing, state: Mapping[str, Any], chunk_rows: int) -> None:
+    """Become the table of `state`. In a transaction."""
+    fresh = Catalog()
+    fresh.settings = backing.catalog.settings
+    segments: list[Segment] = []
+    if state["rows"] is not None:
+        batch = RowBatch.from_ipc(state["rows"])
+        for column in batch.schema:
+            record = [column.name, str(column.type), True, column.doc]
+            fresh.apply({"kind": "columns", "columns": [record]})
+        first = state["appended"] - len(batch)
+        try:
+            groups = list(state["groups"])
+            pieces = cut(len(batch), 0, chunk_rows, groups)
+            for piece in pieces:
+                part = batch.slice(piece.start, piece.stop)
+                segments.append(
+                    write(backing, layouts.prepare(part._columns, part._types, len(part)), first + piece.start)
+                )
+        except BaseException:
+            backing.discard(blocks_of(segments))
+            raise
+        starts = np.cumsum([0, *groups[:-1]]).tolist() if groups else []
+        record: Record = {
+            "kind": "append", "first": first, "rows": len(batch), "chunks": [first + p.start for p in pieces],
+            "segments": [s.to_json() for s in segments], "groups": [first + start for start in starts],
+        }  # fmt: skip
+        fresh.apply(record)
+    fresh.appended, fresh.evicted, fresh.version = state["appended"], state["evicted"], state["version"]
+    backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
+
+
+__all__ = ["Bounds", "add_column", "append", "evict", "fill", "make_room", "merge_full_chunks", "restore"]

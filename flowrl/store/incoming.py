@@ -1,0 +1,153 @@
+"""What `ExperienceTable.append` is given, brought into one form: typed rows that can be cut into pieces and written.
+
+    RowBatch, Arrow table, list of dicts -> Incoming: num_rows, types, groups, piece(start, stop)
+
+A list of dicts whose arrays have the right dtypes already is written without an array in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from flowrl.errors import DataError, SchemaError
+from flowrl.schema.columns import Column, TableSchema, nearest
+from flowrl.schema.standard import STANDARD
+from flowrl.schema.types import ColumnType
+from flowrl.store.columns import inner_lengths
+from flowrl.store.layout import Prepared, prepare, prepare_rows
+from flowrl.store.rows import RowBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Rows to append, all checked that can be checked before the table's state is known."""
+
+    num_rows: int
+    types: Mapping[str, ColumnType]
+    batch: RowBatch | None
+    dicts: Sequence[Mapping[str, Any]]
+    """When `batch` is None."""
+    groups: tuple[int, ...] = ()
+    """Sizes of groups that stay together, in order."""
+
+    def piece(self, start: int, stop: int) -> Prepared:
+        """Errors: as `RowBatch.from_rows`, for rows that are dicts."""
+        if self.batch is None:
+            rows = self.dicts if stop - start == self.num_rows else self.dicts[start:stop]
+            return prepare_rows(rows, self.types)
+        rows_ = self.batch if stop - start == self.num_rows else self.batch.slice(start, stop)
+        return prepare(rows_._columns, rows_._types, len(rows_))
+
+
+def incoming(
+    rows: Any,
+    types: Mapping[str, ColumnType] | None,
+    schema: TableSchema | None,
+    later: frozenset[str],
+    keep_together: str | None,
+) -> Incoming:
+    """Errors: SchemaError for missing, unknown or wrongly typed columns; DataError for missing values.
+
+    Args:
+        types: of columns that neither the table nor the standard columns know.
+        schema: of the table; None before the first rows.
+        later: columns that rows need not bring; a column that some rows bring and others get later is refused.
+    """
+    wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
+    if keep_together is None and _are_plain(rows) and len(rows):
+        found = _plain_types(rows[0], types, wanted)
+        if found is not None:
+            return Incoming(len(rows), found, None, rows)
+    batch = _typed(rows, types, wanted, later)
+    groups: tuple[int, ...] = ()
+    if keep_together is not None:
+        indices = batch.group_indices(keep_together)
+        groups = tuple(len(group) for group in indices)
+        if indices and not np.array_equal(order := np.concatenate(indices), np.arange(len(batch))):
+            batch = batch.take(order)  # rows of a group become neighbours
+    return Incoming(len(batch), batch.types, batch, (), groups)
+
+
+def _are_plain(rows: Any) -> bool:
+    return isinstance(rows, list) and all(type(row) is dict for row in rows)
+
+
+def _plain_types(
+    row: Mapping[str, Any], given: Mapping[str, ColumnType] | None, schema: TableSchema | None
+) -> dict[str, ColumnType] | None:
+    """Types of the columns, when nothing but writing them is left to do."""
+    if schema is None:
+        known = {**{c.name: c.type for c in STANDARD}, **(given or {})}
+        if any(name not in known for name in row):
+            return None
+        found = {name: known[name] for name in row}
+        for name in found:
+            Column(name, found[name])  # refuses names that are no identifiers
+    else:
+        found = {c.name: c.type for c in schema}
+        if row.keys() != found.keys():
+            return None
+    if any(not isinstance(n, int) for kind in found.values() for n in inner_lengths(kind)):
+        return None  # an inner length that only a name stands for is known when all rows were looked at
+    return found
+
+
+def _typed(
+    rows: Any, types: Mapping[str, ColumnType] | None, schema: TableSchema | None, later: frozenset[str]
+) -> RowBatch:
+    if not isinstance(rows, RowBatch):
+        rows = _converted(rows, dict(types or {}), schema)
+    if schema is None:
+        return rows
+    for name in schema.names:
+        if name not in rows:
+            raise SchemaError(
+                f"the table has a column '{name}' that the rows to append lack; {nearest(name, rows.names)}"
+            )
+    for name in rows.names:
+        if name in later:
+            raise SchemaError(
+                f"column '{name}' of the table is filled later; leave it out here and call fill('{name}', numbers, values) "
+                "with the numbers that append returns"
+            )
+        if name not in schema:
+            raise SchemaError(
+                f"the rows to append have a column '{name}' that the table lacks; drop it, or call "
+                f"add_column('{name}', ...) first; {nearest(name, schema.names)}"
+            )
+    for column in schema:
+        if not column.type.accepts(rows.types[column.name]):
+            raise SchemaError(f"column '{column.name}' of the table is {column.type}; found {rows.types[column.name]}")
+    return rows.select(schema.names).as_types({c.name: c.type for c in schema})
+
+
+def _converted(rows: Any, types: dict[str, ColumnType], schema: TableSchema | None) -> RowBatch:
+    columns = () if schema is None else tuple(schema)
+    known = {**{c.name: c.type for c in STANDARD}, **{c.name: c.type for c in columns}, **types}
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        untold = [f.name for f in rows.schema if b"flowrl.type" not in (f.metadata or {})]
+        return RowBatch.from_arrow(
+            rows, {name: known[name] for name in rows.schema.names if name in known and name in untold}
+        )
+    if isinstance(rows, Mapping) or not isinstance(rows, Sequence):
+        raise SchemaError(f"append takes a RowBatch, an Arrow table or a list of dicts; found {type(rows).__name__}")
+    names = [c.name for c in columns] if schema is not None else list(rows[0]) if rows else []
+    names += [name for row in rows[:1] for name in row if name not in names]
+    for name in names:
+        if name not in known:
+            raise SchemaError(
+                f"column '{name}' is no standard column; say its type: append(rows, types={{'{name}': fr.SAMPLE.f32}})"
+            )
+    return RowBatch.from_rows(rows, {name: known[name] for name in names})
+
+
+def check_groups(groups: Sequence[int], keep_together: str | None, max_rows: int | None) -> None:
+    if max_rows is not None and max(groups, default=0) > max_rows:
+        raise DataError(
+            f"a group of equal '{keep_together}' has {max(groups)} rows and the table keeps {max_rows}; raise max_rows"
+        )

@@ -1,0 +1,258 @@
+"""Rows to cheaper places, in the background: plain in memory -> compressed in memory -> files.
+
+    hot      plain bytes in shared memory          up to hot_bytes
+    packed   the same, columns encoded where it pays   hot and packed up to memory_bytes
+    disk     a file per segment                    up to max_bytes in all, then rows are evicted
+
+The oldest full chunks move first. Everything can be read wherever it lies. A move is one commit: the new segment in, the old
+one out; a reader that holds the old one keeps it. A process that dies in between leaves a file nobody knows, which the next
+one to open the table removes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.errors import FlowError, WaitTimeout
+from flowrl.store.backing import Backing
+from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Segment
+from flowrl.store.reading import Part, Source, View, parsed_layouts
+from flowrl.store.spill import write_segment
+from flowrl.store.writing import codecs_for, compress
+
+SEGMENTS = "segments"
+"""Folder of the files, in the table's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """How much lies where."""
+
+    compression: str | None = None
+    hot_bytes: int | None = None
+    memory_bytes: int | None = None
+    folder: Path | None = None
+    """Of the table on disk; None keeps everything in memory."""
+
+    @property
+    def moves(self) -> bool:
+        return (self.compression is not None and self.hot_bytes is not None) or (
+            self.folder is not None and self.memory_bytes is not None
+        )
+
+
+class Mover:
+    """Moves segments between tiers; on a thread of its own, or when asked."""
+
+    def __init__(self, backing: Backing, tiers: Tiers) -> None:
+        self._backing, self._tiers = backing, tiers
+        self._codecs: dict[tuple[str, str], str] = {}
+        """By column and tier; chosen on the first segment that moves."""
+        self._wake = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._working = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.error: BaseException | None = None
+        """Why the thread gave up, to be raised at the next change."""
+
+    # ------------------------------------------------------------------------------------------------------ one move
+
+    def compress(self, segment: Segment) -> bool:
+        """Hot to packed; a segment that encoding makes no smaller stays as it is, and counts as packed from then on.
+
+        False when it was not there any more.
+        """
+        with self._backing.transaction() as catalog:
+            if catalog.segments.get(segment.uid) != segment or segment.tier != HOT:
+                return False
+            root = self._backing.root(segment)
+        codecs = self._choose(
+            segment, root, "lz4" if self._tiers.compression == "auto" else self._tiers.compression or "lz4"
+        )
+        found = compress(self._backing, segment, root, codecs)
+        del root
+        if found is None:
+            with self._backing.transaction() as catalog:
+                if segment.uid in catalog.segments:
+                    self._backing.commit({"kind": "settle", "uid": segment.uid})
+            return True
+        made, block = found
+        with self._backing.transaction() as catalog:
+            if segment.uid in catalog.segments:
+                self._backing.commit({"kind": "segments", "old": [segment.uid], "new": [made.to_json()]})
+                return True
+        self._backing.discard([block])
+        return False
+
+    def spill(self, segment: Segment) -> bool:
+        """To a file. False when it was not there any more."""
+        folder = self._tiers.folder
+        assert folder is not None
+        with self._backing.transaction() as catalog:
+            if catalog.segments.get(segment.uid) != segment or segment.tier == DISK:
+                return False
+            part = Part(segment.first, segment.stop, (Source(segment, self._backing.root(segment), segment.names),))
+        types = {one.name: one.type for one in parsed_layouts(segment)}
+        batch = View([part], types).batch()
+        compression = {"auto": "zstd", None: "none"}.get(self._tiers.compression, self._tiers.compression)
+        codecs = dict.fromkeys(batch.names, "none")
+        if compression != "none":
+            codecs = self._choose_for_file(segment, batch._columns, str(compression))
+        uid = self._backing.new_uid()
+        path = folder / SEGMENTS / f"{segment.first:012d}-{uid:x}.arrow"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stored, files = write_segment(path, batch._columns, batch._types, len(batch), codecs, first=segment.first)
+        sizes = {name: [raw, 0, codecs.get(name, "none")] for name, (raw, _, _) in segment.sizes.items()}
+        total = sum(raw for raw, _, _ in sizes.values()) or 1
+        for (
+            name,
+            size,
+        ) in sizes.items():  # an Arrow file does not say what each column takes: by its share of the raw bytes
+            size[1] = round(stored * size[0] / total)
+        made = Segment(
+            uid, segment.first, segment.rows, segment.names, DISK, tuple(str(Path(f).relative_to(folder)) for f in files),
+            segment.raw_bytes, stored, segment.layouts, sizes,
+        )  # fmt: skip
+        with self._backing.transaction() as catalog:
+            if segment.uid in catalog.segments:
+                self._backing.commit({"kind": "segments", "old": [segment.uid], "new": [made.to_json()]})
+                return True
+        for name in made.place:
+            (folder / name).unlink(missing_ok=True)
+        return False
+
+    def _choose(self, segment: Segment, root: object, compression: str) -> Mapping[str, str]:
+        unknown = [name for name in segment.names if (name, compression) not in self._codecs]
+        if unknown:
+            types = {one.name: one.type for one in parsed_layouts(segment)}
+            source = Source(segment, root, segment.names)  # type: ignore[arg-type]
+            batch = View([Part(segment.first, segment.stop, (source,))], types).batch(unknown)
+            layouts = [one for one in parsed_layouts(segment) if one.name in unknown]
+            for name, codec in codecs_for(layouts, batch._columns, compression).items():
+                self._codecs[name, compression] = codec
+        return {name: self._codecs[name, compression] for name in segment.names}
+
+    def _choose_for_file(self, segment: Segment, values: Mapping[str, object], compression: str) -> dict[str, str]:
+        unknown = [one for one in parsed_layouts(segment) if (one.name, f"file {compression}") not in self._codecs]
+        for name, codec in codecs_for(unknown, values, compression).items():
+            self._codecs[name, f"file {compression}"] = codec
+        return {name: self._codecs[name, f"file {compression}"] for name in segment.names}
+
+    # ------------------------------------------------------------------------------------------------- what is to move
+
+    def next_move(self) -> Callable[[], bool] | None:
+        """The move that the bounds ask for, or None."""
+        with self._backing.mutex:
+            self._backing.replay()
+            catalog = self._backing.catalog
+            tiers = self._tiers
+            if tiers.folder is not None and tiers.memory_bytes is not None:
+                over = catalog.bytes[HOT] + catalog.bytes[PACKED] - tiers.memory_bytes
+                if over > 0 and (segment := oldest(catalog, (HOT, PACKED))) is not None:
+                    return lambda: self.spill(segment)
+            if tiers.compression is not None and tiers.hot_bytes is not None:
+                over = catalog.bytes[HOT] - tiers.hot_bytes
+                if over > 0 and (segment := oldest(catalog, (HOT,))) is not None:
+                    return lambda: self.compress(segment)
+            return None
+
+    def catch_up(self) -> None:
+        """Make every move that the bounds ask for, on this thread."""
+        with self._working:
+            while (move := self.next_move()) is not None:
+                move()
+
+    # ------------------------------------------------------------------------------------------------------- the thread
+
+    def poke(self) -> None:
+        """Rows have come: look whether something has to move."""
+        if not self._tiers.moves or self._stopping:
+            return
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if self._wake.is_set() or self.next_move() is None:
+            return
+        self._idle.clear()
+        self._wake.set()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=_run, args=(weakref.ref(self),), name="flowrl-table-mover", daemon=True
+            )
+            self._thread.start()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until nothing has to move. Errors: WaitTimeout; whatever the thread met (a full disk)."""
+        self.poke()
+        if not self._idle.wait(timeout_s):
+            raise WaitTimeout(
+                f"waited {timeout_s:g} s for rows to be compressed and written to files; is the disk slow?"
+            )
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _work(self) -> bool:
+        """One round; whether the thread goes on."""
+        try:
+            self._wake.clear()
+            while not self._stopping:
+                with self._working:
+                    move = self.next_move()
+                    if move is None:
+                        break
+                    move()
+        except (
+            FlowError,
+            OSError,
+        ) as error:  # a full disk or memory: rows stay where they are, and the next change says so
+            self.error = error
+            self._idle.set()
+            return False
+        if not self._wake.is_set():
+            self._idle.set()
+        return not self._stopping
+
+
+def _run(owner: weakref.ref[Mover]) -> None:
+    """The thread's loop. It ends by itself when there was nothing to do for a second, or nobody has the table any more."""
+    last = time.monotonic()
+    while True:
+        mover = owner()
+        if mover is None:
+            return
+        wake = mover._wake
+        if wake.is_set():
+            if not mover._work():
+                return
+            last = time.monotonic()
+        elif time.monotonic() - last > 1.0:
+            return
+        del mover
+        wake.wait(0.2)
+
+
+def oldest(catalog: Catalog, tiers: tuple[str, ...]) -> Segment | None:
+    """The first segment of a full chunk that lies in one of the tiers and is not claimed."""
+    claimed = catalog.claimed()
+    grows = catalog.appended
+    if catalog.chunks and catalog.appended - catalog.chunks[-1] < catalog.settings.get("chunk_rows", 256):
+        grows = catalog.chunks[-1]
+    for tier in reversed(tiers):  # what is compressed is older than what is not
+        for segment in catalog.tiers[tier].values():
+            if segment.stop <= grows and not claimed.meets(segment.first, segment.stop):
+                return segment
+    return None

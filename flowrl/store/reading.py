@@ -1,0 +1,324 @@
+"""Rows of a table as they were at one moment, whatever happens to the table later.
+
+    view = View.of(backing, pairs, columns)        in a transaction: every segment it needs is pinned
+    view.rows(indices, columns)                    a RowBatch, from memory, compressed memory or files
+    view.places(columns)                           addresses for the loader's kernels, when everything lies plain in memory
+
+A view is made of parts: rows of one chunk, with the segments that hold their columns.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from flowrl.errors import DataError, SchemaError
+from flowrl.schema.columns import nearest
+from flowrl.schema.ragged import Ragged
+from flowrl.schema.types import TOKEN, ColumnType
+from flowrl.store import layout as layouts
+from flowrl.store.backing import Backing
+from flowrl.store.catalog import DISK, HOT, Catalog, Segment
+from flowrl.store.columns import Values
+from flowrl.store.intervals import Pairs, length
+from flowrl.store.kernels import GatherColumn
+from flowrl.store.rows import RowBatch
+from flowrl.store.spill import read_segment
+
+DECODED_PARTS = 4
+"""Parts that a view keeps decoded when they were compressed or on disk: neighbouring batches read the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A segment, the bytes it lies in, and the columns to take from it."""
+
+    segment: Segment
+    root: np.ndarray
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows that the same segments hold."""
+
+    start: int
+    stop: int
+    sources: tuple[Source, ...]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_hot(self) -> bool:
+        return all(source.segment.tier == HOT for source in self.sources)
+
+
+class View:
+    """Rows of a table; a `RowSource` for the loader. Row i is the i-th of them, oldest first."""
+
+    def __init__(self, parts: Sequence[Part], types: Mapping[str, ColumnType], files: Any = None) -> None:
+        self.parts = list(parts)
+        self._types = dict(types)
+        self._files = files
+        self._starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
+        self._decoded: dict[tuple[int, tuple[str, ...]], RowBatch] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, backing: Backing, pairs: Pairs, columns: Sequence[str], files: Any = None) -> View:
+        """In a transaction. Errors: DataError for rows that do not have one of the columns yet."""
+        catalog = backing.catalog
+        for name in columns:
+            if not all(catalog.columns[name].ready.covers(a, b) for a, b in pairs):
+                raise DataError(_not_ready(catalog, name, pairs))
+        parts = []
+        for start, stop in pairs:
+            for first, end in catalog.chunk_ranges(start, stop):
+                parts += _parts(backing, max(start, first), min(stop, end), columns)
+        return cls(parts, {name: catalog.columns[name].type for name in columns}, files)
+
+    # ---------------------------------------------------------------------------------------------- as a row source
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def types(self) -> dict[str, ColumnType]:
+        return dict(self._types)
+
+    def lengths(self, column: str) -> np.ndarray:
+        """int64 [N]: values in each row of a list column."""
+        found = [self._lengths(part, column) for part in self.parts]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _lengths(self, part: Part, column: str) -> np.ndarray:
+        source = next(s for s in part.sources if column in s.names)
+        if source.segment.tier == HOT:
+            place = layouts.places(_layout(source.segment, column), source.root, source.segment.rows)
+            if place is not None and place.length is not None:
+                return place.length[part.start - source.segment.first : part.stop - source.segment.first]
+        values: Ragged = self._read(part, (column,))[column]
+        return values.lengths
+
+    def group_indices(self, key: str | Sequence[str]) -> list[np.ndarray]:
+        return self.batch([key] if isinstance(key, str) else list(key)).group_indices(key)
+
+    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
+        """Where the values of all rows lie; None when some are compressed or on disk."""
+        found: dict[str, list[layouts.Places]] = {name: [] for name in columns}
+        for part in self.parts:
+            for source in part.sources:
+                low, high = part.start - source.segment.first, part.stop - source.segment.first
+                cache: dict[int, np.ndarray] = {}
+                for one in parsed_layouts(source.segment):
+                    if one.name not in found or one.name not in source.names:
+                        continue
+                    place = layouts.places(one, source.root, source.segment.rows, offsets_cache=cache)
+                    if place is None:
+                        return None
+                    length = None if place.length is None else place.length[low:high]
+                    found[one.name].append(replace(place, address=place.address[low:high], length=length))
+        made = []
+        axis: np.ndarray | None = None
+        for name, pieces in found.items():
+            if len({(piece.bits, piece.inner) for piece in pieces}) != 1:
+                return None  # no rows, or values of an inner length that was not known for some of them
+            lengths = [piece.length for piece in pieces if piece.length is not None]
+            whole = np.concatenate(lengths) if lengths else None
+            if self._types[name].granularity is TOKEN:  # one array for all columns of one value per token
+                axis = whole if axis is None else axis
+                whole = axis
+            address = np.concatenate([piece.address for piece in pieces])
+            made.append(
+                GatherColumn(name, self._types[name], address, whole, pieces[0].bits, pieces[0].inner, self.parts)
+            )
+        return made
+
+    def rows(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> RowBatch:
+        """The rows `indices` in that order. Only the parts that hold them are read."""
+        names = tuple(self._types if columns is None else columns)
+        if not len(indices):
+            return self._none(names)
+        home = np.searchsorted(self._starts, indices, side="right") - 1
+        first = int(home[0])
+        if (home == first).all():
+            return _pick(self._read(self.parts[first], names), indices - self._starts[first])
+        order = np.argsort(home, kind="stable")
+        sorted_home = home[order]
+        bounds = np.flatnonzero(np.diff(sorted_home, prepend=-1, append=-2))
+        pieces = []
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            number = int(sorted_home[low])
+            pieces.append(_pick(self._read(self.parts[number], names), indices[order[low:high]] - self._starts[number]))
+        together = RowBatch.concat(pieces)
+        if np.array_equal(order, np.arange(len(order))):
+            return together
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return together.take(back)
+
+    # ------------------------------------------------------------------------------------------------ part after part
+
+    def batch(self, columns: Sequence[str] | None = None) -> RowBatch:
+        """All rows as one batch."""
+        names = tuple(self._types if columns is None else columns)
+        parts = [self._read(part, names) for part in self.parts]
+        return RowBatch.concat(parts) if parts else self._none(names)
+
+    def scan(self, bounds: Sequence[tuple[int, int]], columns: Sequence[str] | None = None) -> Iterator[RowBatch]:
+        """One batch for each of the chunks `bounds`."""
+        names = tuple(self._types if columns is None else columns)
+        place = 0
+        for _, stop in bounds:
+            held = []
+            while place < len(self.parts) and self.parts[place].start < stop:
+                held.append(self._read(self.parts[place], names))
+                place += 1
+            if held:
+                yield RowBatch.concat(held)
+
+    def _none(self, names: Sequence[str]) -> RowBatch:
+        return RowBatch({name: [] for name in names}, {name: self._types[name] for name in names}, 0)
+
+    def _read(self, part: Part, names: tuple[str, ...]) -> RowBatch:
+        if part.is_hot:
+            return self._decode(part, names)
+        key = (part.start, names)
+        with self._lock:
+            found = self._decoded.pop(key, None)
+            if found is not None:
+                self._decoded[key] = found
+                return found
+        found = self._decode(part, names)
+        with self._lock:
+            self._decoded[key] = found
+            while len(self._decoded) > DECODED_PARTS:
+                del self._decoded[next(iter(self._decoded))]
+        return found
+
+    def _decode(self, part: Part, names: tuple[str, ...]) -> RowBatch:
+        found: dict[str, Values] = {}
+        types: dict[str, ColumnType] = {}
+        for source in part.sources:
+            wanted = [name for name in source.names if name in names]
+            if not wanted:
+                continue
+            segment = source.segment
+            values, kinds = _values(source, wanted, self._files)
+            whole = RowBatch._of(values, kinds, segment.rows)
+            if len(part) != segment.rows:
+                whole = whole.slice(part.start - segment.first, part.stop - segment.first)
+            found.update(whole._columns)
+            types.update(kinds)
+        kinds = {name: types[name] for name in names}
+        batch = RowBatch._of(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
+        # an inner length that only a name stood for when these rows came is known by now
+        return batch.as_types({name: self._types[name] for name in names})
+
+
+def _pick(batch: RowBatch, rows: np.ndarray) -> RowBatch:
+    first = int(rows[0])
+    if int(rows[-1]) - first == len(rows) - 1 and np.array_equal(rows, np.arange(first, first + len(rows))):
+        return batch if len(rows) == len(batch) else batch.slice(first, first + len(rows))
+    return batch.take(rows)
+
+
+def _one_axis(columns: dict[str, Values], types: Mapping[str, ColumnType]) -> dict[str, Values]:
+    """TOKEN columns of several segments with one offsets array, as batches have it."""
+    axis = None
+    for name, values in columns.items():
+        if isinstance(values, Ragged) and types[name].granularity is TOKEN:
+            if axis is None:
+                axis = values.offsets
+            elif values.offsets is not axis:
+                columns[name] = Ragged(values.values, axis)
+    return columns
+
+
+def _parts(backing: Backing, start: int, stop: int, columns: Sequence[str]) -> list[Part]:
+    """The rows from `start` to `stop`, cut where any column's segment ends."""
+    catalog = backing.catalog
+    by_uid: dict[int, Segment] = {}
+    names: dict[int, list[str]] = {}
+    edges = {start, stop}
+    for name in columns:
+        for segment in catalog.columns[name].between(start, stop):
+            by_uid[segment.uid] = segment
+            names.setdefault(segment.uid, []).append(name)
+            edges.update(e for e in (segment.first, segment.stop) if start < e < stop)
+    sources = [Source(s, backing.root(s), tuple(names[uid])) for uid, s in by_uid.items()]
+    cuts = sorted(edges)
+    return [
+        Part(a, b, tuple(s for s in sources if s.segment.first <= a and b <= s.segment.stop)) for a, b in pairwise(cuts)
+    ]
+
+
+_PARSED: dict[str, list[layouts.ColumnLayout]] = {}
+_MOST_PARSED = 4096
+
+
+def parsed_layouts(segment: Segment) -> list[layouts.ColumnLayout]:
+    """The layouts of a segment; parsed once while it is in use."""
+    found = _PARSED.get(segment.layouts)
+    if found is None:
+        if len(_PARSED) >= _MOST_PARSED:
+            _PARSED.clear()
+        found = [layouts.ColumnLayout.from_json(one) for one in json.loads(segment.layouts)]
+        _PARSED[segment.layouts] = found
+    return found
+
+
+def _layout(segment: Segment, name: str) -> layouts.ColumnLayout:
+    return next(found for found in parsed_layouts(segment) if found.name == name)
+
+
+def _values(source: Source, names: Sequence[str], files: Any) -> tuple[dict[str, Values], dict[str, ColumnType]]:
+    """Columns of a segment and the types they were stored with."""
+    segment = source.segment
+    found = {one.name: one for one in parsed_layouts(segment)}
+    kinds = {name: found[name].type for name in names}
+    if segment.tier == DISK:
+        return read_segment([files / name for name in segment.place], names), kinds
+    cache: dict[int, np.ndarray] = {}
+    values = {name: layouts.decode(found[name], source.root, segment.rows, offsets_cache=cache) for name in names}
+    return values, kinds
+
+
+def lengths_of(batch: RowBatch) -> np.ndarray | None:
+    """Tokens of each row, or None for rows without a TOKEN column."""
+    for name, kind in batch.types.items():
+        if kind.granularity is TOKEN:
+            values: Ragged = batch[name]
+            return values.lengths
+    return None
+
+
+def _not_ready(catalog: Catalog, name: str, pairs: Pairs) -> str:
+    missing = [pair for start, stop in pairs for pair in catalog.missing(name, start, stop)]
+    return (
+        f"column '{name}' is not there yet for {length(missing)} of {length(pairs)} rows (the first is row number "
+        f"{missing[0][0]}); fill it (table.fill), wait for it (table.claim hands out rows that have their columns), or "
+        "choose other columns"
+    )
+
+
+def check_columns(catalog: Catalog, names: Sequence[str] | str | None) -> list[str]:
+    """The asked columns, or all. Errors: SchemaError for one that the table lacks."""
+    if names is None:
+        return list(catalog.columns)
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in catalog.columns:
+            raise SchemaError(f"rows have no column '{name}'; {nearest(str(name), catalog.columns)}")
+    return names
+
+
+__all__ = ["View", "check_columns", "lengths_of"]

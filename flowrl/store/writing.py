@@ -1,0 +1,123 @@
+"""Rows to segments: what an append, a later column and a merge write.
+
+    rows -> prepared (checked, counted) -> a block of our own (the only copy) -> a record in the log
+
+Nothing of it can be seen before the record is committed; what a process had written when it died is no part of the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flowrl.store import layout as layouts
+from flowrl.store.arena import Block
+from flowrl.store.backing import Backing
+from flowrl.store.catalog import HOT, PACKED, Segment
+from flowrl.store.codecs import choose, encode_buffer
+from flowrl.store.columns import NUMPY_DTYPES
+
+ALIGN = layouts.ALIGN
+
+
+def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
+    """Prepared rows as a segment in memory; not committed. Errors: StoreError when there is no memory."""
+    block, into = backing.allocate(prepared.nbytes)
+    try:
+        prepared.write(into)
+    except BaseException:
+        backing.discard([block])
+        raise
+    return segment_of(backing.new_uid(), prepared.layouts, block, first, prepared.num_rows, HOT)
+
+
+def segment_of(
+    uid: int, columns: Sequence[layouts.ColumnLayout], block: Block, first: int, rows: int, tier: str
+) -> Segment:
+    """The record of a segment whose bytes lie in `block`."""
+    return Segment(
+        uid=uid,
+        first=first,
+        rows=rows,
+        names=tuple(column.name for column in columns),
+        tier=tier,
+        place=(block.arena, block.offset, block.nbytes),
+        raw_bytes=sum(raw for raw, _, _ in sizes_of(columns).values()),
+        stored_bytes=block.nbytes,
+        layouts=json.dumps([column.to_json() for column in columns], separators=(",", ":")),
+        sizes=sizes_of(columns),
+    )
+
+
+def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
+    """By column: raw bytes, stored bytes, codec of its values. A buffer that columns share counts for the first of them."""
+    seen: set[int] = set()
+    sizes: dict[str, list[Any]] = {}
+    for column in columns:
+        own = [b for b in column.buffers if b.offset not in seen]
+        seen.update(b.offset for b in own)
+        raw = sum(b.stored if b.raw is None else b.raw for b in own)
+        codec = column.buffers[0].codec if column.buffers else "none"
+        sizes[column.name] = [raw, sum(b.stored for b in own), codec]
+    return sizes
+
+
+def moved(segment: Segment, first: int) -> Segment:
+    """The segment at its place among the rows, which is known when it is committed."""
+    return replace(segment, first=first)
+
+
+def blocks_of(segments: Iterable[Segment]) -> list[Block]:
+    return [Block(*segment.place) for segment in segments]
+
+
+def codecs_for(columns: Sequence[layouts.ColumnLayout], values: Mapping[str, Any], compression: str) -> dict[str, str]:
+    """A codec for each column, from a sample of these rows."""
+    return {column.name: choose(values[column.name], column.type, compression) for column in columns}
+
+
+def compress(
+    backing: Backing, segment: Segment, root: np.ndarray, codecs: Mapping[str, str]
+) -> tuple[Segment, Block] | None:
+    """The same segment with its columns encoded, in a new block; None when that saves nothing."""
+    columns = [layouts.ColumnLayout.from_json(one) for one in json.loads(segment.layouts)]
+    pieces: list[bytes | np.ndarray] = []
+    placed: dict[int, layouts.Buffer] = {}
+    at = 0
+    made = []
+    for column in columns:
+        codec = codecs.get(column.name, "none")
+        buffers = []
+        for number, buffer in enumerate(column.buffers):
+            known = placed.get(buffer.offset)
+            if known is None:
+                piece = root[buffer.offset : buffer.offset + buffer.stored]
+                # offsets grow steadily, which LZ4 alone does not see; they are small beside the values
+                wanted = codec if number == 0 else "none"
+                known, kept = _encoded(piece, wanted, column, at)
+                placed[buffer.offset] = known
+                pieces.append(kept)
+                at += -(-known.stored // ALIGN) * ALIGN
+            buffers.append(known)
+        made.append(replace(column, buffers=tuple(buffers)))
+    if at >= segment.stored_bytes:
+        return None
+    block, into = backing.allocate(at)
+    for buffer, kept in zip(placed.values(), pieces, strict=True):
+        into[buffer.offset : buffer.offset + buffer.stored] = np.frombuffer(kept, np.uint8)
+    return segment_of(backing.new_uid(), made, block, segment.first, segment.rows, PACKED), block
+
+
+def _encoded(
+    piece: np.ndarray, codec: str, column: layouts.ColumnLayout, at: int
+) -> tuple[layouts.Buffer, bytes | np.ndarray]:
+    if codec != "none" and len(piece):
+        itemsize = 1 if column.encoding in ("bits", "text", "texts") else NUMPY_DTYPES[column.type.dtype].itemsize
+        kept = encode_buffer(piece, codec, itemsize=itemsize, inner=column.inner)
+        if len(kept) < len(piece):
+            return layouts.Buffer(at, len(kept), codec, len(piece)), kept
+    return layouts.Buffer(at, len(piece)), piece
