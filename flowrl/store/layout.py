@@ -18,6 +18,7 @@ gives the run of each row. TOKEN columns share one offsets buffer. Every buffer 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,15 @@ from flowrl.errors import StoreError
 from flowrl.schema.columns import Column
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import PROMPT, TOKEN, ColumnType
-from flowrl.store.columns import NUMPY_DTYPES, Values, inner_lengths, is_list_column, to_stored, with_lengths
+from flowrl.store.columns import (
+    NUMPY_DTYPES,
+    Values,
+    check_storable,
+    inner_lengths,
+    is_list_column,
+    to_stored,
+    with_lengths,
+)
 from flowrl.store.rows import RowBatch
 
 ALIGN = 64
@@ -94,7 +103,7 @@ class _Pending:
     """A buffer to be written: arrays of one dtype end to end, or bytes."""
 
     nbytes: int
-    source: list[np.ndarray] | bytes
+    source: Sequence[np.ndarray] | bytes
     offset: int = -1
 
     def write(self, into: np.ndarray) -> None:
@@ -164,50 +173,55 @@ class _Builder:
             layouts.append(ColumnLayout(name, kind, encoding, buffers, inner, once))
         return Prepared(tuple(layouts), placed, self.num_rows, self._raw)
 
-    def add(self, name: str, kind: ColumnType, values: Values) -> None:
-        """A column in its stored form."""
+    def add(self, name: str, kind: ColumnType, values: Values) -> bool:
+        """A column in its stored form; False for TOKEN columns of different lengths."""
         if isinstance(values, Ragged):
-            lengths = values.lengths
             if values.dtype == object:
-                self._add_texts(name, kind, values, lengths)
-            elif kind.granularity is PROMPT:
-                self.add_list(name, kind, list(values), lengths, values.values.shape[1:])
-            else:
-                self.add_list(name, kind, [values.values], lengths, values.values.shape[1:])
-        elif values.dtype == object:
-            self._add_text(name, kind, values.tolist())
-        else:
-            self._add_plain(name, kind, values)
+                return self._add_texts(name, kind, values)
+            parts = list(values) if kind.granularity is PROMPT else [values.values]
+            return self.add_list(name, kind, parts, values.lengths, values.values.shape[1:])
+        if values.dtype == object:
+            return self.add_text(name, kind, values.tolist())
+        return self._add_plain(name, kind, values)
 
     def add_list(
-        self, name: str, kind: ColumnType, parts: list[np.ndarray], lengths: np.ndarray, inner: tuple[int, ...]
+        self,
+        name: str,
+        kind: ColumnType,
+        parts: Sequence[np.ndarray],
+        row_lengths: np.ndarray | list[int],
+        inner: tuple[int, ...],
     ) -> bool:
         """A list column of numbers, in pieces (one a row for PROMPT); False for TOKEN columns of different lengths."""
-        if kind.granularity is TOKEN and self._token is not None and not np.array_equal(self._token[0], lengths):
-            return False
-        size = NUMPY_DTYPES[kind.dtype].itemsize * int(np.prod(inner, dtype=np.int64))
+        is_token = kind.granularity is TOKEN
+        if is_token and self._token is not None:
+            lengths, offsets = self._token
+            if not _same_lengths(lengths, row_lengths):
+                return False
+        else:
+            lengths = np.asarray(row_lengths, np.int64)
+            offsets = _offsets(lengths)
+            self._raw += offsets.nbytes
+            if is_token:
+                self._token = lengths, offsets
+        size = NUMPY_DTYPES[kind.dtype].itemsize * math.prod(inner)
         whole = size * int(lengths.sum())
-        self._raw += whole + (0 if kind.granularity is TOKEN and self._token is not None else 8 * len(lengths) + 8)
+        self._raw += whole
         index = None
         if kind.granularity is PROMPT and self.num_rows > 1:
-            starts, index = _runs([part.tobytes() for part in parts])
+            starts, runs = _runs([part.tobytes() for part in parts], lengths)
             fewer = size * int(lengths[starts].sum())
-            if self._saves(fewer + 8 * len(starts) + 8, whole + 8 * len(lengths) + 8):
-                parts, lengths, whole = [parts[start] for start in starts.tolist()], lengths[starts], fewer
-            else:
-                index = None
-        offsets = self._token[1] if kind.granularity is TOKEN and self._token is not None else _offsets(lengths)
-        if kind.granularity is TOKEN and self._token is None:
-            self._token = lengths, offsets
+            if self._saves(fewer + 8 * len(starts) + 8, whole + offsets.nbytes):
+                parts, lengths, whole, index = [parts[start] for start in starts.tolist()], lengths[starts], fewer, runs
+                offsets = _offsets(lengths)
         if kind.dtype == "bool":
             bits = _to_bits(parts if len(parts) == len(lengths) else _rows(parts, lengths))
-            self._put(name, kind, "bits", [_Pending(len(bits), [bits]), offsets], inner, index)
-        else:
-            full = [part for part in parts if len(part)] if len(parts) > 1 else parts
-            self._put(name, kind, "list", [_Pending(whole, full), offsets], inner, index)
-        return True
+            return self._put(name, kind, "bits", [_array(bits), offsets], inner, index)
+        if len(parts) > 1 and not lengths.all():
+            parts = [part for part in parts if len(part)] or parts[:1]
+        return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, index)
 
-    def _add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> None:
+    def _add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> bool:
         self._raw += values.nbytes
         index = None
         if kind.granularity is PROMPT and len(values) > 1 and values.nbytes:
@@ -217,9 +231,10 @@ class _Builder:
                 values = values[starts]
             else:
                 index = None
-        self._put(name, kind, "plain", [_Pending(values.nbytes, [values])], values.shape[1:], index)
+        return self._put(name, kind, "plain", [_Pending(values.nbytes, [values])], values.shape[1:], index)
 
-    def _add_text(self, name: str, kind: ColumnType, texts: list[Any]) -> None:
+    def add_text(self, name: str, kind: ColumnType, texts: Sequence[Any]) -> bool:
+        """One text, or bytes, per row."""
         encoded, bounds = _encoded(texts)
         self._raw += len(encoded)
         index = None
@@ -230,9 +245,10 @@ class _Builder:
                 encoded, bounds = fewer, fewer_bounds
             else:
                 index = None
-        self._put(name, kind, "text", [_Pending(len(encoded), encoded), _array(bounds)], (), index)
+        return self._put(name, kind, "text", [_Pending(len(encoded), encoded), _array(bounds)], (), index)
 
-    def _add_texts(self, name: str, kind: ColumnType, values: Ragged, lengths: np.ndarray) -> None:
+    def _add_texts(self, name: str, kind: ColumnType, values: Ragged) -> bool:
+        lengths = values.lengths
         encoded, bounds = _encoded(values.values.tolist())
         self._raw += len(encoded) + values.offsets.nbytes
         index = None
@@ -246,7 +262,7 @@ class _Builder:
             else:
                 index = None
         pending = [_Pending(len(encoded), encoded), _array(bounds), _offsets(lengths)]
-        self._put(name, kind, "texts", pending, (), index)
+        return self._put(name, kind, "texts", pending, (), index)
 
     def _saves(self, once: int, each: int) -> bool:
         return _round_up(once) + _round_up(4 * self.num_rows) < _round_up(each)
@@ -259,7 +275,7 @@ class _Builder:
         pending: list[_Pending],
         inner: tuple[int, ...],
         index: np.ndarray | None,
-    ) -> None:
+    ) -> bool:
         if index is not None:
             shared = next((p for known, p in self._indexes if np.array_equal(known, index)), None)
             if shared is None:
@@ -267,6 +283,7 @@ class _Builder:
                 self._indexes.append((index, shared))
             pending.append(shared)
         self._columns.append((name, kind, encoding, pending, inner, index is not None))
+        return True
 
 
 def _round_up(nbytes: int) -> int:
@@ -283,9 +300,16 @@ def _offsets(lengths: np.ndarray) -> _Pending:
     return _array(offsets)
 
 
-def _runs(keys: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _same_lengths(known: np.ndarray, lengths: np.ndarray | list[int]) -> bool:
+    return known.tolist() == lengths if isinstance(lengths, list) else np.array_equal(known, lengths)
+
+
+def _runs(keys: Sequence[Any], lengths: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """First row of each run of equal neighbours, and for each row its run (int32)."""
-    return _starts(np.fromiter(map(ne, keys[1:], keys[:-1]), np.bool_, len(keys) - 1))
+    changes = np.fromiter(map(ne, keys[1:], keys[:-1]), np.bool_, len(keys) - 1)
+    if lengths is not None:  # values without bytes still have a number
+        changes |= lengths[1:] != lengths[:-1]
+    return _starts(changes)
 
 
 def _starts(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -293,7 +317,7 @@ def _starts(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(first), np.cumsum(first, dtype=np.int32) - np.int32(1)
 
 
-def _encoded(texts: list[Any]) -> tuple[bytes, np.ndarray]:
+def _encoded(texts: Sequence[Any]) -> tuple[bytes, np.ndarray]:
     """All texts as bytes, end to end, and where each begins and ends, int64 [len + 1]."""
     bounds = np.zeros(len(texts) + 1, np.int64)
     if not texts or isinstance(texts[0], bytes):
@@ -310,11 +334,11 @@ def _encoded(texts: list[Any]) -> tuple[bytes, np.ndarray]:
 def _bit_starts(lengths: np.ndarray, inner: tuple[int, ...]) -> np.ndarray:
     """Byte at which each row's bits begin, and the end: int64 [N + 1]."""
     starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum((lengths * int(np.prod(inner, dtype=np.int64)) + 7) >> 3, out=starts[1:])
+    np.cumsum((lengths * math.prod(inner) + 7) >> 3, out=starts[1:])
     return starts
 
 
-def _rows(parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+def _rows(parts: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
     """The values of each row, from pieces of several rows."""
     flat = np.concatenate(parts) if len(parts) > 1 else parts[0]
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -323,7 +347,7 @@ def _rows(parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
 
 def _to_bits(rows: Iterable[np.ndarray]) -> np.ndarray:
     """One bit a value, least significant first, each row from a byte boundary."""
-    spread = []
+    spread: list[np.ndarray] = []
     for row in rows:
         spread += (row, _SPACES[-row.size & 7])
     return np.packbits(np.concatenate(spread, axis=None), bitorder="little") if spread else np.zeros(0, np.uint8)
@@ -337,7 +361,7 @@ def _from_bits(bits: np.ndarray, lengths: np.ndarray, inner: tuple[int, ...]) ->
     if not lengths.any():
         return np.zeros((0, *inner), np.bool_)
     starts = (8 * _bit_starts(lengths, inner)[:-1]).tolist()
-    counts = (lengths * int(np.prod(inner, dtype=np.int64))).tolist()
+    counts = (lengths * math.prod(inner)).tolist()
     spread = np.unpackbits(bits, bitorder="little").view(np.bool_)
     rows = [spread[start : start + count] for start, count in zip(starts, counts, strict=True)]
     return np.concatenate(rows).reshape(-1, *inner)
@@ -372,53 +396,66 @@ def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTy
 
 def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> Prepared | None:
     """None when the rows are not as they should be."""
-    names = types.keys()
-    if not rows or not all(row.keys() == names for row in rows):
+    columns = _columns_of(rows, types)
+    if columns is None:
         return None
     builder = _Builder(len(rows))
     for name, kind in types.items():
-        values = [row[name] for row in rows]
+        values = columns[name]
         kinds = set(map(type, values))
         if not kinds <= _KNOWN:
             values = _arrays(values)
             kinds = set(map(type, values))
         if type(None) in kinds:
             return None
+        Column(name, kind)  # refuses names that are no identifiers
         if kinds == {np.ndarray} and _are_parts(values, kind):
-            Column(name, kind)  # refuses names that are no identifiers
-            lengths = np.fromiter(map(len, values), np.int64, len(values))
-            if not builder.add_list(name, with_lengths(name, kind, values[0]), values, lengths, values[0].shape[1:]):
-                return None
-            continue
-        Column(name, kind)
-        stored, kind = to_stored(name, values, kind, len(rows))
-        if not isinstance(stored, Ragged) or stored.dtype == object:
-            builder.add(name, kind, stored)
-        elif not builder.add_list(name, kind, list(stored), stored.lengths, stored.values.shape[1:]):
+            kind = with_lengths(name, kind, values[0])
+            done = builder.add_list(name, kind, values, list(map(len, values)), values[0].shape[1:])
+        elif kinds == {_TEXT.get(kind.dtype)} and not is_list_column(kind):
+            check_storable(name, kind)
+            done = builder.add_text(name, with_lengths(name, kind, _NO_TEXT), values)
+        else:
+            stored, kind = to_stored(name, values, kind, len(rows))
+            done = builder.add(name, kind, stored)
+        if not done:
             return None
     return builder.finish()
 
 
+def _columns_of(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> dict[str, Any] | None:
+    """The values of each column; None unless every row has all of the columns and no other."""
+    if not rows or set(map(type, rows)) != {dict}:
+        return None
+    names = list(rows[0])
+    if rows[0].keys() != types.keys():
+        return None
+    if list(map(list, rows)).count(names) == len(rows):  # all in one order: turned round without a look at each
+        return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
+    if not all(row.keys() == types.keys() for row in rows):
+        return None
+    return {name: [row[name] for row in rows] for name in names}
+
+
+_TEXT = {"str": str, "bytes": bytes}
+_NO_TEXT = np.zeros(0, object)
 _KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
 
 
-def _are_parts(values: list[np.ndarray], kind: ColumnType) -> bool:
+def _are_parts(values: Sequence[np.ndarray], kind: ColumnType) -> bool:
     """Whether arrays can stand end to end as they are."""
-    if (
-        not is_list_column(kind)
-        or set(map(_DTYPE, values)) != {NUMPY_DTYPES[kind.dtype]}
-        or kind.dtype in ("str", "bytes")
-    ):
+    dtype = NUMPY_DTYPES[kind.dtype]
+    if not kind.is_numeric or not is_list_column(kind) or list(map(_DTYPE, values)).count(dtype) != len(values):
         return False
     if not inner_lengths(kind):
-        return set(map(_NDIM, values)) == {1}
-    return len({value.shape[1:] for value in values}) == 1 and values[0].ndim > 0
+        return list(map(_NDIM, values)).count(1) == len(values)
+    return values[0].ndim > 0 and len({value.shape[1:] for value in values}) == 1
 
 
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
-def _arrays(values: list[Any]) -> list[Any]:
+def _arrays(values: Sequence[Any]) -> Sequence[Any]:
     """With torch tensors that share their memory with NumPy as arrays; torch is not imported for it."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -582,7 +619,7 @@ def places(
     if layout.encoding in ("text", "texts") or any(buffer.raw is not None for buffer in layout.buffers):
         return None
     base = root.__array_interface__["data"][0] + layout.buffers[0].offset
-    size = NUMPY_DTYPES[layout.type.dtype].itemsize * int(np.prod(layout.inner, dtype=np.int64))
+    size = NUMPY_DTYPES[layout.type.dtype].itemsize * math.prod(layout.inner)
     index = _bytes(layout, root, -1, 4).view(np.int32) if layout.once else None
     if layout.encoding == "plain":
         return Places(
