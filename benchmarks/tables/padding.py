@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.tables.workload import DTYPES
+
 Batch = dict[str, torch.Tensor]
 
 SCALARS: dict[str, Any] = {"reward": np.float32, "sample_index": np.int32}
@@ -92,7 +94,7 @@ def digest(batch: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
     found = dict.fromkeys(names, 0)
     lengths = {name: row_lengths(np.asarray(batch[name])) for name in ("prompt_ids", "response_ids") if name in batch}
     for name in names:
-        values = np.asarray(batch[name])
+        values = np.asarray(batch[name]).astype(DTYPES[name], copy=False)  # some stores widen integers
         for row, length in zip(values, lengths["prompt_ids" if name == "prompt_ids" else "response_ids"], strict=True):
             part = np.ascontiguousarray(row[:length])
             if not np.array_equal(row[length:], np.zeros_like(row[length:])):

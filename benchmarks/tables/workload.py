@@ -10,6 +10,7 @@ Only the ids are real. What is said about the compression of the other columns h
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sysconfig
@@ -154,7 +155,7 @@ def make(size: Size) -> Workload:
     drawn = _Drawn.of(lengths, size, random)
     repeated = [prompt for prompt in prompts for _ in range(GROUP)]
     mask = np.ones(len(ids), np.bool_)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):  # what a tool wrote does not train
+    for start, stop in itertools.pairwise(bounds.tolist()):  # what a tool wrote does not train
         at = int(random.integers(start, stop))
         mask[at : min(at + 16, stop)] = False
     return Workload(

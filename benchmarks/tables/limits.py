@@ -1,0 +1,44 @@
+"""What the machine allows: the bytes of each batch copied at once, and its padding cleared, into one buffer."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from benchmarks.tables.handoff import BATCH
+from benchmarks.tables.workload import Workload
+
+
+class Limit:
+    """Copies of the values of 32 rows after another, with nothing to look up."""
+
+    def __init__(self, workload: Workload, names: tuple[str, ...], num_rows: int) -> None:
+        self.sources = [workload.values[name].reshape(-1).view(np.uint8) for name in names]
+        self.num_rows = num_rows
+        self.parts: list[tuple[list[tuple[int, int]], int]] = []
+        """Of each batch: bounds in bytes in every column, and bytes of padding."""
+        for first in range(0, num_rows, BATCH):
+            stop = min(first + BATCH, num_rows)
+            bounds, padding = [], 0
+            for name in names:
+                offsets, width = workload.offsets(name), workload.width(name)
+                bounds.append((int(offsets[first]) * width, int(offsets[stop]) * width))
+                longest = int(np.diff(offsets[first : stop + 1]).max())
+                padding += (stop - first) * longest * width - (bounds[-1][1] - bounds[-1][0])
+            self.parts.append((bounds, padding))
+        self.staging = np.zeros(
+            max(sum(b - a for a, b in bounds) + padding for bounds, padding in self.parts), np.uint8
+        )
+
+    def speed(self, *, padded: bool) -> float:
+        """Rows a CPU second."""
+        start = time.process_time()
+        for bounds, padding in self.parts:
+            at = 0
+            for source, (first, stop) in zip(self.sources, bounds, strict=True):
+                self.staging[at : at + stop - first] = source[first:stop]
+                at += stop - first
+            if padded:
+                self.staging[at : at + padding] = 0
+        return self.num_rows / max(time.process_time() - start, 1e-9)
