@@ -204,7 +204,8 @@ def _flatten(name: str, rows: list[Any], kind: ColumnType) -> tuple[np.ndarray, 
     for index, row in enumerate(rows):
         if row is None:
             raise DataError(f"column '{name}' has no value in row {index}; use an empty list if nothing is meant")
-        if isinstance(row, str | bytes) or not isinstance(row, Sequence | np.ndarray):
+        is_list = row.ndim > 0 if isinstance(row, np.ndarray) else isinstance(row, Sequence)
+        if isinstance(row, str | bytes) or not is_list:
             raise SchemaError(f"column '{name}' has type {kind}, a list per row; row {index} is {row!r}")
         if is_text:
             part = np.empty(len(row), object)

@@ -409,11 +409,11 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
         if type(None) in kinds:
             return None
         Column(name, kind)  # refuses names that are no identifiers
+        check_storable(name, kind)
         if kinds == {np.ndarray} and _are_parts(values, kind):
             kind = with_lengths(name, kind, values[0])
             done = builder.add_list(name, kind, values, list(map(len, values)), values[0].shape[1:])
         elif kinds == {_TEXT.get(kind.dtype)} and not is_list_column(kind):
-            check_storable(name, kind)
             done = builder.add_text(name, with_lengths(name, kind, _NO_TEXT), values)
         else:
             stored, kind = to_stored(name, values, kind, len(rows))

@@ -111,7 +111,7 @@ class Gather:
         nbytes = placed[-1][0]
         block = aligned(nbytes) if take is None else take(nbytes)
         base = block.__array_interface__["data"][0]
-        if base % ALIGN or len(block) < nbytes:
+        if (nbytes and base % ALIGN) or len(block) < nbytes:
             raise ConfigError(
                 f"a batch needs {nbytes} bytes that start at a multiple of {ALIGN}; take gave {len(block)} at {base}"
             )
