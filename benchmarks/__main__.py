@@ -13,6 +13,7 @@ BENCHMARKS = {
     "overhead": "a step of a flow against the same step written by hand",
     "shared_prompt": "an update that runs each prompt once, against whole rows",
     "curve": "draw metrics of runs as an SVG (no measurement)",
+    "tables": "the experience table against other stores, and what it promises (--prepare makes an environment for them)",
     "trl_grpo": "GRPO on a tiny model against TRL's GRPOTrainer (makes an environment of its own at first)",
 }
 

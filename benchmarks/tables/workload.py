@@ -41,7 +41,7 @@ DTYPES: dict[str, Any] = {
     "loss_mask": np.bool_,
     LOGITS: np.float16,
 }
-FORMAT = 5
+FORMAT = 6
 """Of the cache; grows when the rows it holds change."""
 
 
@@ -216,7 +216,9 @@ def _text(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size.vocabulary, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size.vocabulary, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     encoded = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(texts)]
     stream = np.concatenate(encoded)
