@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove
+from ctypes import PYFUNCTYPE, c_void_p, cast, memmove
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, Plan
 
 def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes: np.ndarray) -> int:
     """Sizes of a batch's outputs (see `plan`); the place of a row number out of range, or -1."""
-    wrong = (rows < 0) | (rows >= plan.num_rows)
-    if wrong.any():
-        return int(np.flatnonzero(wrong)[0])
+    if len(rows) and (rows.min() < 0 or rows.max() >= plan.num_rows):
+        return int(np.flatnonzero((rows < 0) | (rows >= plan.num_rows))[0])
     along = []
     for lengths in plan.axes:
         found = lengths[rows]
@@ -36,9 +35,6 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
     """Write a batch into its block, which begins at the address `base`."""
     count = len(rows)
     lengths = [axis[rows] for axis in plan.axes]
-    if not is_packed:
-        block[: sizes[-1, 0]] = 0  # all at once: the rest of each row would cost a call for each
-    targets, sources, nbytes = [], [], []
     for output, (what, axis, size, numbers, *_rest), (offset, along) in zip(
         plan.outputs, plan.table.tolist(), sizes[:-1].tolist(), strict=True
     ):
@@ -53,16 +49,18 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
                 bits = np.concatenate([row[:n] for row, n in zip(bits, (have * numbers).tolist(), strict=True)])
             block[offset : offset + bits.size] = bits.reshape(-1)
         elif output.addresses is not None:
-            before = np.cumsum(have) - have if is_packed or axis < 0 else along * np.arange(count)
-            targets.append(base + offset + size * before)
-            sources.append(output.addresses[rows])
-            nbytes.append(size * have)
-    if targets:
-        _move(np.concatenate(targets), np.concatenate(sources), np.concatenate(nbytes))
+            if is_packed or axis < 0:
+                before = np.cumsum(have) - have
+            else:
+                before = along * np.arange(count)
+                # all at once: to clear the rest of each row would cost a call for each
+                block[offset : offset + size * count * along] = 0
+            _move(base + offset + size * before, output.addresses[rows], size * have)
 
 
-_memmove = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
-"""Unlike `ctypes.memmove` it keeps the interpreter lock: to give it away and take it back costs more than a row."""
+_memmove = PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(cast(memmove, c_void_p).value or 0)
+"""`ctypes.memmove` gives the interpreter lock away and takes it back, which costs more than a row; this does not. All three
+arguments are declared as pointers because ctypes converts those fastest."""
 
 
 def _move(targets: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
