@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from operator import attrgetter, ne
+from operator import attrgetter, itemgetter, ne
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,7 @@ class _Builder:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._columns: list[tuple[str, ColumnType, str, list[_Pending], tuple[int, ...], bool]] = []
-        self._token: tuple[np.ndarray, _Pending] | None = None
+        self._token: _Axis | None = None
         self._indexes: list[tuple[np.ndarray, _Pending]] = []
         self._raw = 0
 
@@ -195,17 +195,16 @@ class _Builder:
         """A list column of numbers, in pieces (one a row for PROMPT); False for TOKEN columns of different lengths."""
         is_token = kind.granularity is TOKEN
         if is_token and self._token is not None:
-            lengths, offsets = self._token
-            if not _same_lengths(lengths, row_lengths):
+            axis = self._token
+            if not axis.has(row_lengths):
                 return False
         else:
-            lengths = np.asarray(row_lengths, np.int64)
-            offsets = _offsets(lengths)
-            self._raw += offsets.nbytes
-            if is_token:
-                self._token = lengths, offsets
+            axis = _Axis(row_lengths)
+            self._raw += axis.offsets.nbytes
+            self._token = axis if is_token else self._token
+        lengths, offsets = axis.lengths, axis.offsets
         size = NUMPY_DTYPES[kind.dtype].itemsize * math.prod(inner)
-        whole = size * int(lengths.sum())
+        whole = size * axis.total
         self._raw += whole
         index = None
         if kind.granularity is PROMPT and self.num_rows > 1:
@@ -217,7 +216,7 @@ class _Builder:
         if kind.dtype == "bool":
             bits = _to_bits(parts if len(parts) == len(lengths) else _rows(parts, lengths))
             return self._put(name, kind, "bits", [_array(bits), offsets], inner, index)
-        if len(parts) > 1 and not lengths.all():
+        if len(parts) > 1 and axis.has_empty_rows:
             parts = [part for part in parts if len(part)] or parts[:1]
         return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, index)
 
@@ -300,8 +299,20 @@ def _offsets(lengths: np.ndarray) -> _Pending:
     return _array(offsets)
 
 
-def _same_lengths(known: np.ndarray, lengths: np.ndarray | list[int]) -> bool:
-    return known.tolist() == lengths if isinstance(lengths, list) else np.array_equal(known, lengths)
+class _Axis:
+    """Row lengths that columns share."""
+
+    def __init__(self, lengths: np.ndarray | list[int]) -> None:
+        self.lengths = np.asarray(lengths, np.int64)
+        self.offsets = _offsets(self.lengths)
+        self.total = int(self.lengths.sum())
+        self.has_empty_rows = not self.lengths.all()
+        self._known = lengths
+
+    def has(self, lengths: np.ndarray | list[int]) -> bool:
+        if isinstance(self._known, list) and isinstance(lengths, list):
+            return self._known == lengths  # comparing lists beats making an array
+        return np.array_equal(self.lengths, lengths)
 
 
 def _runs(keys: Sequence[Any], lengths: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -347,13 +358,13 @@ def _rows(parts: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
 
 def _to_bits(rows: Iterable[np.ndarray]) -> np.ndarray:
     """One bit a value, least significant first, each row from a byte boundary."""
-    spread: list[np.ndarray] = []
-    for row in rows:
-        spread += (row, _SPACES[-row.size & 7])
-    return np.packbits(np.concatenate(spread, axis=None), bitorder="little") if spread else np.zeros(0, np.uint8)
+    spread: list[bytes] = []
+    for row in map(np.ndarray.tobytes, rows):
+        spread += (row, _SPACES[-len(row) & 7])
+    return np.packbits(np.frombuffer(b"".join(spread), np.bool_), bitorder="little")
 
 
-_SPACES = [np.zeros(count, np.bool_) for count in range(8)]
+_SPACES = [bytes(count) for count in range(8)]
 
 
 def _from_bits(bits: np.ndarray, lengths: np.ndarray, inner: tuple[int, ...]) -> np.ndarray:
@@ -408,8 +419,7 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
             kinds = set(map(type, values))
         if type(None) in kinds:
             return None
-        Column(name, kind)  # refuses names that are no identifiers
-        check_storable(name, kind)
+        _check(name, kind)
         if kinds == {np.ndarray} and _are_parts(values, kind):
             kind = with_lengths(name, kind, values[0])
             done = builder.add_list(name, kind, values, list(map(len, values)), values[0].shape[1:])
@@ -423,18 +433,20 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
     return builder.finish()
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> dict[str, Any] | None:
+def _columns_of(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> dict[str, list[Any]] | None:
     """The values of each column; None unless every row has all of the columns and no other."""
-    if not rows or set(map(type, rows)) != {dict}:
+    if not rows or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(types)}:
         return None
-    names = list(rows[0])
-    if rows[0].keys() != types.keys():
+    try:
+        return {name: list(map(itemgetter(name), rows)) for name in types}
+    except KeyError:
         return None
-    if list(map(list, rows)).count(names) == len(rows):  # all in one order: turned round without a look at each
-        return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
-    if not all(row.keys() == types.keys() for row in rows):
-        return None
-    return {name: [row[name] for row in rows] for name in names}
+
+
+@lru_cache(maxsize=1024)
+def _check(name: str, kind: ColumnType) -> None:
+    Column(name, kind)  # refuses names that are no identifiers
+    check_storable(name, kind)
 
 
 _TEXT = {"str": str, "bytes": bytes}
@@ -455,7 +467,7 @@ def _are_parts(values: Sequence[np.ndarray], kind: ColumnType) -> bool:
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
-def _arrays(values: Sequence[Any]) -> Sequence[Any]:
+def _arrays(values: list[Any]) -> list[Any]:
     """With torch tensors that share their memory with NumPy as arrays; torch is not imported for it."""
     torch = sys.modules.get("torch")
     if torch is None:
