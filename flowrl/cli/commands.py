@@ -150,6 +150,22 @@ def runs(args: argparse.Namespace) -> int:
     return OK
 
 
+def table_command(args: argparse.Namespace) -> int:
+    """List tables, show rows, count, export, or query."""
+    from flowrl.cli import table as rows
+
+    match args.table_command:
+        case "ls":
+            return rows.list_tables(args.path, as_json=args.json)
+        case "head":
+            return rows.head(args.path, args.n, args.columns)
+        case "stats":
+            return rows.stats(args.path, as_json=args.json)
+        case "export":
+            return rows.export(args.path, args.out, args.columns, args.rows)
+    return rows.sql(args.path, args.query)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "show": show,
@@ -157,6 +173,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ops": ops,
     "new": new,
     "runs": runs,
+    "table": table_command,
 }
 
 

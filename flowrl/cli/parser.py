@@ -14,6 +14,8 @@ exit codes: 0 done, nothing wrong; 1 problems found, or the run failed; 2 wrong 
 
 TARGET_HELP = "FILE.py:FLOW or module.sub:FLOW; FLOW may be left out where exactly one is defined"
 
+TABLE_HELP = "folder or name of an experience table, an .arrow or a .parquet file"
+
 OPERATOR_HELP = "PACK.OPERATOR; the name alone where no other has it"
 
 ABOUT = """\
@@ -111,6 +113,37 @@ example:
     "runs show": """\
 example:
   flowrl runs show runs/grpo-1""",
+    "table": """\
+examples:
+  flowrl table ls runs/grpo-1
+  flowrl table head rows.parquet --columns prompt_id,reward
+  flowrl table sql tables/replay 'select prompt_id, avg(reward) from rows group by prompt_id'""",
+    "table ls": """\
+examples:
+  flowrl table ls runs/grpo-1                           the edges a run has recorded
+  flowrl table ls tables                                tables and files in a folder
+  flowrl table ls                                       tables in shared memory""",
+    "table head": """\
+examples:
+  flowrl table head runs/grpo-1/edges/step_000000/rollout.arrow
+  flowrl table head rows.parquet -n 20 --columns prompt_id,reward""",
+    "table stats": """\
+examples:
+  flowrl table stats tables/replay
+  flowrl table stats rows.parquet --json""",
+    "table export": """\
+examples:
+  flowrl table export tables/replay replay.parquet
+  flowrl table export runs/grpo-1/edges/step_000000/rollout.arrow first.jsonl --rows 0:100 --columns prompt,response
+  flowrl table export rows.parquet rewards.csv --columns prompt_id,reward
+
+The name says the kind of file: .parquet, .arrow (an IPC stream), .jsonl, or .csv where there are no lists.""",
+    "table sql": """\
+examples:
+  flowrl table sql rows.parquet "select prompt_id, avg(reward) as mean from rows group by prompt_id order by mean"
+  flowrl table sql rows.parquet "select len(response_ids) as tokens, response from rows order by tokens desc limit 3"
+
+The table is called `rows`. The language is DuckDB's; it needs flowrl[sql].""",
 }
 
 
@@ -196,7 +229,32 @@ def build_parser(version: str, options_help: str) -> Parser:
     runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)
     of_run = _command(runs_commands, "runs show", "status and last metrics of a run")
     of_run.add_argument("path", metavar="FOLDER", help="folder of the run, such as runs/grpo-1")
+    _table_commands(_command(commands, "table", "look at rows that were recorded, kept or exported"))
     return parser
+
+
+def _table_commands(table: Parser) -> None:
+    commands = table.add_subparsers(dest="table_command", metavar="COMMAND", required=True, parser_class=Parser)
+    listed = _command(commands, "table ls", "a line for each table at a path")
+    listed.add_argument(
+        "path", metavar="PATH", nargs="?", help=f"{TABLE_HELP}; a run, a folder; default: shared memory"
+    )
+    listed.add_argument("--json", action="store_true", help="as JSON")
+    first = _command(commands, "table head", "the first rows")
+    first.add_argument("path", metavar="PATH", help=TABLE_HELP)
+    first.add_argument("-n", type=int, metavar="N", default=5, help="how many; default: 5")
+    counted = _command(commands, "table stats", "rows, columns, bytes, codecs and tiers of a table")
+    counted.add_argument("path", metavar="PATH", help=TABLE_HELP)
+    counted.add_argument("--json", action="store_true", help="as JSON")
+    written = _command(commands, "table export", "write rows to a file")
+    written.add_argument("path", metavar="PATH", help=TABLE_HELP)
+    written.add_argument("out", metavar="OUT", help="file to write: .parquet, .arrow, .jsonl or .csv")
+    written.add_argument("--rows", metavar="FIRST:STOP", help="some of the rows, such as 0:100, 100: or -10:")
+    for one in (first, written):
+        one.add_argument("--columns", metavar="A,B", help="these columns, in this order; default: all")
+    asked = _command(commands, "table sql", "the answer to a query over a table")
+    asked.add_argument("path", metavar="PATH", help=TABLE_HELP)
+    asked.add_argument("query", metavar="QUERY", help="a SELECT from the table `rows`")
 
 
 def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str) -> None:

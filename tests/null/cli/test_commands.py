@@ -1,6 +1,7 @@
 """The commands: what they print, and how they exit."""
 
 import json
+import shlex
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ OPTIONS = {
     "new pack": ["--help", "--into", "--traceback", "NAME"],
     "runs": ["--help", "--traceback"],
     "runs show": ["--help", "--traceback", "FOLDER"],
+    "table": ["--help", "--traceback"],
+    "table ls": ["--help", "--json", "--traceback", "PATH"],
+    "table head": ["--columns", "--help", "--traceback", "-n", "PATH"],
+    "table stats": ["--help", "--json", "--traceback", "PATH"],
+    "table export": ["--columns", "--help", "--rows", "--traceback", "OUT", "PATH"],
+    "table sql": ["--help", "--traceback", "PATH", "QUERY"],
 }  # fmt: skip
 """Every option there is. An option that would belong to a model, to data or to a run goes into its dataclass, and reaches
 the command line by `--set` and settings files: this list grows only for what concerns the command line itself."""
@@ -86,7 +93,7 @@ def test_examples_of_the_help_are_commands_that_parse(cli: Cli) -> None:
     }
     assert len(lines) > 10
     for line in lines:
-        parser.parse_args(line.partition(">")[0].split()[1:])
+        parser.parse_args(shlex.split(line.partition(" > ")[0])[1:])
 
 
 def test_version(cli: Cli) -> None:
