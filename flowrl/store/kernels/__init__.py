@@ -80,7 +80,7 @@ class Gather:
 
         Args:
             rows: int64 [M], each from 0 to N - 1 (checked); they may repeat.
-            multiple: L is rounded up to a multiple of this, for each column. Multiples of 64 are copied fastest.
+            multiple: L is rounded up to a multiple of this, for each column.
             take: where the bytes come from; None makes new ones.
 
         Returns what `flowrl.store.loader.padded` returns for the same rows: columns in their order, list columns as

@@ -107,16 +107,6 @@ def test_long_rows(kernel: str, multiple: int, longest: int) -> None:
         assert_same(gather.packed(rows, take=rubbish), packed(batch.take(rows)))
 
 
-def test_what_is_streamed_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    numba_path = pytest.importorskip("flowrl.store.kernels.numba_path")
-    batch = long_batch(0, 40, 700)
-    gather = Gather(columns_of(batch), "numba")
-    for limit in (1, 1 << 40):
-        monkeypatch.setattr(numba_path, "STREAM_BYTES", limit)
-        assert_same(gather.padded(np.arange(40), take=rubbish), padded(batch))
-        assert_same(gather.packed(np.arange(40), take=rubbish), packed(batch))
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_is_written_outside_the_batch(kernel: str) -> None:
     gather = Gather(columns_of(long_batch(3, 20, 300)), kernel)
@@ -228,3 +218,23 @@ def test_without_numba_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
             choose("numba")
     finally:
         kernels._numba.cache_clear()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no locator"), OSError(28, "No space left on device")])
+def test_code_is_compiled_where_no_cache_can_be_written(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    numba_path = pytest.importorskip("flowrl.store.kernels.numba_path")
+    caching = pytest.importorskip("numba.core.caching")
+    tried = []
+
+    def refuse(*arguments: object) -> None:
+        tried.append(arguments)
+        raise error
+
+    method = "__init__" if isinstance(error, RuntimeError) else "save_overload"  # when it is made, when it is used
+    monkeypatch.setattr(caching.FunctionCache, method, refuse)
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    assert numba_path._compiled("int64(int64)")(twice)(21) == 42
+    assert tried
