@@ -77,11 +77,11 @@ class BatchRows:
     def group_indices(self, key: str | Sequence[str]) -> list[np.ndarray]:
         return self._batch.group_indices(key)
 
-    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
+    def places(self, columns: Sequence[str]) -> list[GatherColumn]:
         lengths: dict[int, np.ndarray] = {}  # by their offsets: TOKEN columns share them
-        found = []
+        types, found = self._batch.types, []
         for name in columns:
-            values, kind = self._batch[name], self._batch.types[name]
+            values, kind = self._batch[name], types[name]
             flat = values.values if isinstance(values, Ragged) else values
             flat = np.ascontiguousarray(flat)  # copies only what came strided
             stride = flat.itemsize * int(np.prod(flat.shape[1:], dtype=np.int64))
