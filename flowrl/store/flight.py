@@ -24,6 +24,7 @@ and takes the rows back itself.
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import ipaddress
 import json
@@ -61,6 +62,10 @@ _LOOK_S = 0.5
 
 _REMEMBERED = 1000
 """Ended claims of a client: ending one twice is no error, since the first answer may have been lost."""
+
+
+_SERVING: set[TableServer] = set()
+"""Servers that are not closed: one nobody holds goes on, and the end of the process closes it."""
 
 
 class Served(Protocol):
@@ -200,6 +205,7 @@ class TableServer:
         self._service, self._clients = service, clients
         self.uri, self.token = uri, token
         self._closed = False
+        _SERVING.add(self)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End all calls and give back what clients have claimed. The table itself stays as it is.
@@ -209,6 +215,7 @@ class TableServer:
         if self._closed:
             return
         self._closed = True
+        _SERVING.discard(self)
         self._service.closing.set()
         ending = threading.Thread(target=self._service.shutdown, name="flowrl-shutdown", daemon=True)
         ending.start()
@@ -229,6 +236,14 @@ class TableServer:
 
     def __repr__(self) -> str:
         return f"TableServer({self.uri}{', closed' if self._closed else ''})"
+
+
+@atexit.register
+def _close_all() -> None:
+    """Without this the process would wait, in the end of Flight, for calls that wait for rows."""
+    for server in list(_SERVING):
+        with suppress(WaitTimeout):
+            server.close(5.0)
 
 
 def serve(
@@ -397,7 +412,7 @@ class _Calls:
         """A claim, waited for in short turns, so that nothing is claimed for a client that is gone."""
         until = time.monotonic() + wait_s
         while True:
-            turn_s = min(max(until - time.monotonic(), 0.0), _LOOK_S)
+            turn_s = min(max(until - time.monotonic(), 0.001), _LOOK_S)  # never 0: that would not say that time is up
             is_last = turn_s < _LOOK_S
             try:
                 return self.table.claim(node, rows, columns, wait_s=turn_s if wait_s > 0 else 0, **options)
@@ -431,7 +446,7 @@ class _Calls:
 
     def fill(self, client: _Client, rows: RowBatch, *, numbers: Any) -> dict[str, Any]:
         (name,) = rows.names
-        return {"filled": self.table.fill(name, np.asarray(numbers, np.int64), rows[name])}
+        return {"filled": self.table.fill(name, np.asarray(numbers if numbers else np.zeros(0, np.int64)), rows[name])}
 
 
 @dataclass(slots=True)
@@ -515,7 +530,7 @@ def _service() -> Any:
 
         def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
             with self._call(context, descriptor.command) as (name, arguments, client):
-                rows = _received(reader, name, self._request_bytes)
+                rows = _received(reader, name, arguments.pop("num_rows"), self._request_bytes)
                 writer.write(json.dumps(_known(self._calls, name, _WRITES)(client, rows, **arguments)).encode())
 
     return Service
@@ -538,7 +553,8 @@ def _again(page: list[RowBatch], rest: Iterator[list[RowBatch]]) -> Iterator[lis
     yield from rest
 
 
-def _received(reader: Any, call: str, limit: int) -> RowBatch:
+def _received(reader: Any, call: str, num_rows: int, limit: int) -> RowBatch:
+    """All rows of a request. Errors: DataError for too many bytes; StoreError when some are lacking."""
     batches: list[pa.RecordBatch] = []
     size = 0
     for chunk in reader:
@@ -551,4 +567,7 @@ def _received(reader: Any, call: str, limit: int) -> RowBatch:
                 f"'{call}' brought more than {limit >> 20} MiB; send fewer rows at a time, or serve the table with a larger "
                 "request_bytes"
             )
-    return wire.aligned(RowBatch.from_arrow(pa.Table.from_batches(batches, reader.schema)))
+    rows = wire.aligned(RowBatch.from_arrow(pa.Table.from_batches(batches, reader.schema)))
+    if len(rows) != num_rows:  # a client that died on the way looks like one that has sent all
+        raise StoreError(f"'{call}' was to bring {num_rows} rows and brought {len(rows)}; nothing was changed")
+    return rows

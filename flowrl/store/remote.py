@@ -123,6 +123,13 @@ class RemoteTable:
         """Grows with every change."""
         return int(self._describe()["version"])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.schema
+
+    def __getitem__(self, name: str) -> Any:
+        """All values of a column: an array [N, *inner] or a `Ragged`."""
+        return self.batch([name])[name]
+
     def stats(self) -> Any:
         """`TableStats` of the served table."""
         from flowrl.store.stats import ColumnStats, TableStats
@@ -170,8 +177,7 @@ class RemoteTable:
         kind = known.get(name)
         if kind is None:
             kind = self.schema[name].type  # the error that names the nearest column
-        numbers = np.asarray(numbers)
-        told = numbers.astype(np.int64).tolist() if numbers.size else []
+        told = np.asarray(numbers).tolist()
         return int(self._send("fill", self._column(name, values, kind), numbers=told)["filled"])
 
     def _column(self, name: str, values: Any, kind: ColumnType) -> RowBatch:
@@ -308,7 +314,9 @@ class RemoteTable:
         parts = [to_arrow(piece) for piece in wire.pieces(rows)]
         timeout_s = self.timeout_s + sum(part.nbytes for part in parts) / BYTES_PER_S
         with self._call(call, timeout_s) as options:
-            asked = self._flight.FlightDescriptor.for_command(json.dumps({"call": call, **arguments}).encode())
+            asked = self._flight.FlightDescriptor.for_command(
+                json.dumps({"call": call, "num_rows": len(rows), **arguments}).encode()
+            )
             writer, answers = self._client.do_put(asked, parts[0].schema, options)
             try:
                 for part in parts:

@@ -97,6 +97,8 @@ def from_message(table: pa.Table) -> tuple[list[RowBatch], dict[str, Any]]:
     lengths = reply.pop("rows")
     if not table.schema.names:
         return [RowBatch({}, {}, length) for length in lengths], reply
+    if sum(lengths) != table.num_rows:
+        raise StoreError(f"an answer was to bring {sum(lengths)} rows and brought {table.num_rows}; read again")
     starts = np.cumsum([0, *lengths])[:-1].tolist()
     cut = [table.slice(start, length) for start, length in zip(starts, lengths, strict=True)]
     return [RowBatch.from_arrow(part) for part in cut], reply

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
-from flowrl.store import wire
+from flowrl.store import interop, wire
 from flowrl.store.flight import RemoteTable, TableServer, serve
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
@@ -195,6 +195,30 @@ def test_sizes_are_bounded(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert remote.take([-1], ["reward"])["reward"].tolist() == [0.0]
 
 
+def test_half_an_upload_changes_nothing(remote: RemoteTable, table: Any) -> None:
+    """A client that is killed while it sends looks to Flight as if it had sent everything."""
+    remote.append(rows(5))
+    part = wire.to_arrow(rows(3))
+    asked = remote._flight.FlightDescriptor.for_command(json.dumps({"call": "append", "num_rows": 9}).encode())
+    writer, answers = remote._client.do_put(asked, part.schema, remote._options(10))
+    writer.write_table(part)
+    writer.done_writing()
+    with pytest.raises(remote._flight.FlightServerError) as found:
+        answers.read()
+        writer.close()
+    told = wire.from_failure(found.value.extra_info)
+    assert isinstance(told, StoreError) and "was to bring 9 rows and brought 3; nothing was changed" in str(told)
+    assert len(table) == 5
+
+
+def test_other_tools_take_a_remote_table(remote: RemoteTable, tmp_path: Path) -> None:
+    remote.append(rows(5))
+    interop.to_parquet(remote, tmp_path / "rows.parquet")
+    assert RowBatch.concat(list(interop.from_parquet(tmp_path / "rows.parquet"))).equals(rows(5))
+    assert remote["reward"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert "reward" in remote and "rewrad" not in remote
+
+
 # ------------------------------------------------------------------------------------------------------ the same errors
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -214,6 +238,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a column of another length": lambda t: t.add_column("odd", [1.0], SAMPLE.f32),
     "token columns of another length": lambda t: t.add_column("odd", [[1.0], [2.0]], TOKEN.f32),
     "a column to fill": lambda t: t.fill("odd", [0], [1.0]),
+    "halves to fill": lambda t: t.fill("later", [0.5], [1.0]),
+    "a row to fill that is not there": lambda t: t.fill("later", [99], [1.0]),
+    "too few to fill": lambda t: t.fill("later", [0, 1], [1.0]),
     "a column that is filled": lambda t: t.fill("reward", [0], [1.0]),
     "a claim of no rows": lambda t: t.claim("trainer", 0),
     "a claim of an unknown column": lambda t: t.claim("trainer", 1, ["rewrad"]),
@@ -224,6 +251,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_are_those_of_the_table(wrong: str, remote: RemoteTable, table: Any) -> None:
     table.append(rows(2))
+    table.add_column("later", None, SAMPLE.f32)
     with pytest.raises(Exception) as here:
         WRONG[wrong](table)
     with pytest.raises(Exception) as there:
@@ -492,6 +520,32 @@ def test_a_claim_whose_answer_came_too_late_is_given_back(server: TableServer, t
         go.set()
         del table.claim
         assert table.claim("trainer", 2, wait_s=15).numbers.tolist() == [0, 1]
+
+
+def test_a_process_that_serves_may_end_without_closing(table: Any) -> None:
+    code = (
+        "import sys\nfrom flowrl.schema import PROMPT\nfrom flowrl.store.flight import serve\n"
+        "from flowrl.store.table import ExperienceTable\ntable = ExperienceTable(memory='private')\n"
+        "table.append([{'prompt_id': 'a'}])\nserver = serve(table)\nprint(server.uri, server.token, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdin is not None
+    try:
+        uri, token = child.stdout.readline().split()
+        remote = RemoteTable(uri, token)
+        remote.claim("trainer", 1).done()
+        waiting = threading.Timer(0.5, child.stdin.write, ["\n"])
+        waiting.start()
+        closing = threading.Timer(0.6, child.stdin.close)
+        closing.start()
+        with pytest.raises(StoreError, match=uri):
+            remote.claim("trainer", 1, wait_s=60)
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.wait(20)
+        child.stdout.close()
 
 
 def test_a_server_that_closes_ends_the_waits_of_claims(table: Any) -> None:
