@@ -91,7 +91,7 @@ def decode(
     if layout.encoding == "texts":
         flat = _texts(layout, root)
     elif layout.encoding == "bits":
-        flat = _sealed(_from_bits(_bytes(layout, root, 0, 1), np.diff(offsets), layout.inner))
+        flat = _sealed(_from_bits(_bytes(layout, root, 0, 1), _lengths(offsets), layout.inner))
     else:
         flat = _values(layout, root, dtype, int(offsets[-1]))
     return Ragged(flat, offsets) if index is None else _repeated(flat, offsets, index)
@@ -151,8 +151,12 @@ def _repeated(flat: np.ndarray, offsets: np.ndarray, index: np.ndarray) -> Ragge
         return Ragged(_sealed(taken.values), _sealed(taken.offsets))
     rows = [flat[start:stop] for start, stop in pairwise(offsets.tolist())]
     spread = np.zeros(len(index) + 1, np.int64)
-    np.cumsum(np.diff(offsets)[index], out=spread[1:])
+    np.cumsum(_lengths(offsets)[index], out=spread[1:])
     return Ragged(_sealed(np.concatenate([rows[run] for run in index.tolist()])), _sealed(spread))
+
+
+def _lengths(offsets: np.ndarray) -> np.ndarray:
+    return offsets[1:] - offsets[:-1]  # for a few rows np.diff takes as long as all the rest
 
 
 def _sealed(array: np.ndarray) -> np.ndarray:
@@ -186,7 +190,7 @@ def places(
             base + size * (np.arange(num_rows) if index is None else index.astype(np.int64)), None, False, layout.inner
         )
     offsets = _offsets_of(layout, root, -1 - layout.once, offsets_cache)
-    lengths = offsets[1:] - offsets[:-1]  # np.diff takes as long as all the rest
+    lengths = _lengths(offsets)
     is_bits = layout.encoding == "bits"
     address = base + (_bit_starts(lengths, layout.inner)[:-1] if is_bits else size * offsets[:-1])
     if index is not None:

@@ -58,10 +58,11 @@ class _Pending:
 
     nbytes: int
     source: Sequence[np.ndarray] | bytes
-    offset: int = -1
+    place: Buffer | None = None
 
     def write(self, into: np.ndarray) -> None:
-        target = into[self.offset : self.offset + self.nbytes]
+        start = self.place.offset if self.place is not None else 0
+        target = into[start : start + self.nbytes]
         if isinstance(self.source, bytes):
             target[:] = np.frombuffer(self.source, np.uint8)
         elif self.nbytes:
@@ -79,14 +80,19 @@ class Prepared:
     __slots__ = ("_pending", "layouts", "nbytes", "num_rows", "raw_bytes")
 
     def __init__(
-        self, layouts: tuple[ColumnLayout, ...], pending: list[_Pending], num_rows: int, raw_bytes: int
+        self,
+        layouts: tuple[ColumnLayout, ...],
+        pending: list[_Pending],
+        nbytes: int,
+        num_rows: int,
+        raw_bytes: int,
     ) -> None:
         self.layouts = layouts
         self.num_rows = num_rows
+        self.nbytes = nbytes
+        """Of the block they need, a multiple of 64."""
         self.raw_bytes = raw_bytes
         """Of the values and offsets as a `RowBatch` counts them (`RowBatch.nbytes`), before bits and `once`."""
-        self.nbytes = _round_up(pending[-1].offset + pending[-1].nbytes) if pending else 0
-        """Of the block they need, a multiple of 64."""
         self._pending = pending
 
     @property
@@ -120,12 +126,13 @@ class _Builder:
         layouts = []
         for name, kind, encoding, pending, inner, once in self._columns:
             for buffer in pending:
-                if buffer.offset < 0:
-                    buffer.offset, end = end, _round_up(end + buffer.nbytes)
+                if buffer.place is None:
+                    buffer.place = Buffer(end, buffer.nbytes)
+                    end = _round_up(end + buffer.nbytes)
                     placed.append(buffer)
-            buffers = tuple(Buffer(b.offset, b.nbytes) for b in pending)
+            buffers = tuple([buffer.place for buffer in pending if buffer.place is not None])
             layouts.append(ColumnLayout(name, kind, encoding, buffers, inner, once))
-        return Prepared(tuple(layouts), placed, self.num_rows, self._raw)
+        return Prepared(tuple(layouts), placed, end, self.num_rows, self._raw)
 
     def add(self, name: str, kind: ColumnType, values: Values) -> bool:
         """A column in its stored form; False for TOKEN columns of different lengths."""
@@ -339,7 +346,7 @@ def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTy
     """
     try:
         prepared = _from_dicts(rows, types)
-    except Exception:  # whatever is wrong with the rows, from_rows says it in its own words
+    except (TypeError, ValueError, OverflowError):  # from_rows says it in its own words, with the row
         prepared = None
     if prepared is not None:
         return prepared
@@ -362,14 +369,13 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
             kinds = set(map(type, values))
         if type(None) in kinds:
             return None
-        _check(name, kind)
         if kinds == {np.ndarray} and _are_parts(values, kind):
-            kind = with_lengths(name, kind, values[0])
-            done = builder.add_list(name, kind, values, list(map(len, values)), values[0].shape[1:])
+            inner = values[0].shape[1:]
+            done = builder.add_list(name, _typed(name, kind, inner), values, list(map(len, values)), inner)
         elif kinds == {_TEXT.get(kind.dtype)} and not is_list_column(kind):
-            done = builder.add_text(name, with_lengths(name, kind, _NO_TEXT), values)
+            done = builder.add_text(name, _typed(name, kind, ()), values)
         else:
-            stored, kind = to_stored(name, values, kind, len(rows))
+            stored, kind = to_stored(name, values, _checked(name, kind), len(rows))
             done = builder.add(name, kind, stored)
         if not done:
             return None
@@ -386,15 +392,21 @@ def _columns_of(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
         return None
 
 
+_KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
+_TEXT = {"str": str, "bytes": bytes}
+
+
 @lru_cache(maxsize=1024)
-def _check(name: str, kind: ColumnType) -> None:
+def _checked(name: str, kind: ColumnType) -> ColumnType:
     Column(name, kind)  # refuses names that are no identifiers
     check_storable(name, kind)
+    return kind
 
 
-_TEXT = {"str": str, "bytes": bytes}
-_NO_TEXT = np.zeros(0, object)
-_KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
+@lru_cache(maxsize=1024)
+def _typed(name: str, kind: ColumnType, inner: tuple[int, ...]) -> ColumnType:
+    """With inner lengths filled in."""
+    return with_lengths(name, _checked(name, kind), np.empty((0, *inner)))
 
 
 def _are_parts(values: Sequence[np.ndarray], kind: ColumnType) -> bool:
@@ -451,7 +463,7 @@ def _add_joined(builder: _Builder, name: str, kind: ColumnType, decoded: list[Va
     if not ragged:
         builder.add(name, kind, np.concatenate(full))
         return
-    lengths = np.concatenate([part.lengths for part in ragged])
+    lengths = np.concatenate([part.offsets[1:] - part.offsets[:-1] for part in ragged])
     if kind.dtype in ("str", "bytes"):
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         builder.add(name, kind, Ragged(np.concatenate(full), offsets))

@@ -8,6 +8,7 @@ the outputs into the block:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Output:
     @property
     def numbers(self) -> int:
         """In one value."""
-        return int(np.prod(self.inner, dtype=np.int64))
+        return math.prod(self.inner)
 
 
 class Plan:

@@ -69,6 +69,16 @@ def test_arrays_in_rows_are_taken_as_they_are(rows: list[dict[str, Any]]) -> Non
     assert through(prepared).equals(batch_of(rows))
 
 
+def test_good_rows_make_no_batch_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowBatch, "from_rows", None)
+    rows = [{**GOOD, "mask": np.ones(3, np.bool_), "text": "ä", "list": [1, 2, 3], "prompt_ids": GOOD["ids"]}] * 3
+    types = {
+        "ids": TOKEN.i32, "logprobs": TOKEN.f32, "reward": SAMPLE.f32, "mask": TOKEN.bool, "text": SAMPLE.str,
+        "list": TOKEN.i32, "prompt_ids": PROMPT.i32["*"],
+    }  # fmt: skip
+    assert through(prepare_rows(rows, types))["list"].to_list() == [[1, 2, 3]] * 3
+
+
 @given(row_lists)
 def test_layouts_go_through_json(rows: list[dict[str, Any]]) -> None:
     layouts = prepared_of(batch_of(rows)).layouts
