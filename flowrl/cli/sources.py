@@ -263,19 +263,20 @@ def open_one(target: str) -> Source:
     return _open(target)
 
 
-def open_all(target: str | None) -> Iterator[Source]:
-    """The tables at a path one after another; without one, those in shared memory. Errors: ConfigError when there are none."""
+def names_at(target: str | None) -> list[str]:
+    """The tables at a path, as `open_one` takes them; without one, those in shared memory.
+
+    Errors: ConfigError for a folder without any.
+    """
     if target is None:
-        yield from (_open_table(name) for name in _in_memory())
-        return
+        return _in_memory()
     path = Path(target)
     if not path.is_dir() or _is_table(path):
-        yield _open(target)
-        return
+        return [target]
     found = members(path)
     if not found:
         raise ConfigError(f"'{target}' holds no tables: {_nothing_in(path)}")
-    yield from (_open(str(member)) for member in found)
+    return list(map(str, found))
 
 
 def _open(target: str) -> Source:

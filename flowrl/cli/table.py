@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from flowrl.cli import OK
+from flowrl.cli import OK, PROBLEMS
 from flowrl.cli.commands import table as aligned
-from flowrl.cli.sources import Facts, Source, open_all, open_one
-from flowrl.errors import ConfigError
+from flowrl.cli.sources import Facts, Source, names_at, open_one
+from flowrl.errors import ConfigError, StoreError
 from flowrl.schema.columns import nearest
 from flowrl.trace import to_json
 
@@ -28,11 +29,15 @@ OUTPUTS = (".parquet", ".arrow", ".jsonl", ".csv")
 
 
 def list_tables(target: str | None, *, as_json: bool) -> int:
-    """A line for each table."""
-    found = []
-    for source in open_all(target):
-        with closing(source):
-            found.append(source.facts())
+    """A line for each table. One that cannot be read is named with the reason on stderr."""
+    found: list[Facts] = []
+    failed: list[str] = []
+    for name in names_at(target):
+        try:
+            with closing(open_one(name)) as source:
+                found.append(source.facts())
+        except StoreError as error:
+            failed.append(f"{name}: {error}")
     if as_json:
         told = [
             {"table": f.table, "rows": f.rows, "columns": list(f.columns), "raw_bytes": f.raw_bytes,
@@ -40,17 +45,17 @@ def list_tables(target: str | None, *, as_json: bool) -> int:
             for f in found
         ]  # fmt: skip
         print(json.dumps(told, indent=2))
-        return OK
-    if not found:
+    elif found:
+        lines = [["table", "rows", "columns", "raw", "stored", "tiers"]]
+        for f in found:
+            counts = [str(f.rows), str(len(f.columns)), size(f.raw_bytes), size(f.stored_bytes)]
+            lines.append([f.table, *counts, " ".join(f.tiers)])
+        print(aligned(lines, right=True))
+    elif target is None and not failed:
         print("there are no tables in shared memory")
-        return OK
-    lines = [["table", "rows", "columns", "raw", "stored", "tiers"]]
-    for f in found:
-        lines.append(
-            [f.table, str(f.rows), str(len(f.columns)), size(f.raw_bytes), size(f.stored_bytes), " ".join(f.tiers)]
-        )
-    print(aligned(lines, right=True))
-    return OK
+    for line in failed:
+        print(f"error: {line}", file=sys.stderr)
+    return PROBLEMS if failed else OK
 
 
 def head(target: str, count: int, columns: str | None) -> int:

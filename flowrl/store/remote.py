@@ -174,15 +174,16 @@ class RemoteTable:
     def fill(self, name: str, numbers: Any, values: Any) -> int:
         """Give rows their value of a column that was declared; see `ExperienceTable.fill`."""
         known = self._known_types([{name: None}])
-        kind = known.get(name)
-        if kind is None:
-            kind = self.schema[name].type  # the error that names the nearest column
+        if name not in known:
+            self.take([], [name])  # the table's error, with the nearest name
+        kind = known[name] if name in known else self.schema[name].type
         told = np.asarray(numbers).tolist()
         return int(self._send("fill", self._column(name, values, kind), numbers=told)["filled"])
 
     def _column(self, name: str, values: Any, kind: ColumnType) -> RowBatch:
-        stored, kind = to_stored(name, values, kind, len(values))
-        return RowBatch({name: stored}, {name: kind}, len(values))
+        count = len(values) if hasattr(values, "__len__") else 0
+        stored, kind = to_stored(name, values, kind, count)
+        return RowBatch({name: stored}, {name: kind}, count)
 
     def _known_types(self, rows: Any) -> dict[str, ColumnType]:
         """Types of the table's columns; asked for again when a row names one that is not known here."""

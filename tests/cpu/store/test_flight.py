@@ -238,7 +238,6 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a column of another length": lambda t: t.add_column("odd", [1.0], SAMPLE.f32),
     "token columns of another length": lambda t: t.add_column("odd", [[1.0], [2.0]], TOKEN.f32),
     "a column to fill": lambda t: t.fill("odd", [0], [1.0]),
-    "halves to fill": lambda t: t.fill("later", [0.5], [1.0]),
     "a row to fill that is not there": lambda t: t.fill("later", [99], [1.0]),
     "too few to fill": lambda t: t.fill("later", [0, 1], [1.0]),
     "a column that is filled": lambda t: t.fill("reward", [0], [1.0]),

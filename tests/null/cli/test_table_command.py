@@ -112,6 +112,14 @@ def test_what_is_no_table(here: Path, cli: Cli, path: str, code: int, text: str)
         assert text in result.err
 
 
+def test_ls_names_what_cannot_be_read_and_goes_on(here: Path, cli: Cli) -> None:
+    (here / "broken.parquet").write_bytes(b"PAR1")
+    result = cli("table", "ls", ".")
+    assert result.code == 1
+    assert result.err.startswith("error: broken.parquet: 'broken.parquet' cannot be read")
+    assert [line.split()[0] for line in result.out.splitlines()] == ["table", "rows.parquet"]
+
+
 def test_a_run_without_recordings_says_how_to_record(here: Path, cli: Cli) -> None:
     RunDir.create("runs", "bare").finish()
     for command in ("ls", "head"):
