@@ -51,10 +51,11 @@ class Backing:
         found held, and the pin is left for the next use to take back."""
         self._waiting: dict[int, Block] = {}
         """Retired blocks of ours that somebody may still read."""
+        self.files: Path | None = None
+        """The table's folder, of a process that removes files."""
         self._files: dict[int, list[Path]] = {}
         """Files of retired segments that somebody may still read."""
         self._counter = 0
-        self._snapshot_bytes = 0
         self._leaving = False
         self.closed = False
 
@@ -81,10 +82,8 @@ class Backing:
         """Make the records part of the table, all or none. Inside a transaction."""
         self.log.append(*records)
         self.replay()
-        if self.log.bytes_since_snapshot > max(COMPACT_BYTES, 2 * self._snapshot_bytes):
-            before = self.log.bytes_since_snapshot
+        if self.log.bytes_since_snapshot > max(COMPACT_BYTES, 2 * self.log.snapshot_bytes):
             self.log.compact(self.catalog.snapshot())
-            self._snapshot_bytes = self.log.bytes_since_snapshot if self.log.bytes_since_snapshot < before else before
             self.replay()
 
     def check_open(self) -> None:
@@ -128,11 +127,6 @@ class Backing:
             for uid in [uid for uid in self._waiting if uid not in pinned]:
                 self.arenas.free(self._waiting.pop(uid))
 
-    def forget_files(self, uid: int, files: Sequence[Path]) -> None:
-        """Remove the files of a retired segment as soon as nobody reads them."""
-        self._files[uid] = list(files)
-        self.recycle()
-
     @property
     def pinned_bytes(self) -> int:
         """Of our retired blocks that somebody still reads."""
@@ -144,10 +138,10 @@ class Backing:
         for segment in retired:
             if segment.tier != DISK and own is not None and str(segment.place[0]).startswith(own):
                 self._waiting[segment.uid] = Block(*segment.place)
-        self.on_retired(retired)
-
-    def on_retired(self, retired: Sequence[Segment]) -> None:
-        """Called for segments that left the catalog; the table removes their files."""
+            elif segment.tier == DISK and self.files is not None:
+                self._files[segment.uid] = [self.files / str(name) for name in segment.place]
+        if self._files:
+            self.recycle()
 
     # ------------------------------------------------------------------------------------------------------- reading
 

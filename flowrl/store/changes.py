@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -444,36 +445,90 @@ def evict(backing: Backing, pairs: Pairs, timeout_s: float) -> int:
         return length(gone)
 
 
-def restore(backing: Backing, state: Mapping[str, Any], chunk_rows: int) -> None:
-    """Become the table of `state`. In a transaction."""
+# ---------------------------------------------------------------------------------------------------------------- saving
+
+
+def state(backing: Backing, files: Path | None) -> dict[str, Any]:
+    """Rows and counters, enough for `restore`. In a transaction."""
+    catalog = backing.catalog
+    pairs = catalog.alive.pairs()
+    partial = [n for n, c in catalog.columns.items() if not all(c.ready.covers(a, b) for a, b in pairs)]
+    whole = [n for n in catalog.columns if n not in partial]
+    filled = {}
+    for name in partial:
+        there = [pair for a, b in pairs for pair in catalog.columns[name].ready.clip(a, b)]
+        filled[name] = [there, View.of(backing, there, [name], files).batch().to_ipc()]
+    starts = [g for g in catalog.groups if g in catalog.alive]
+    return {
+        "rows": View.of(backing, pairs, whole, files).batch().to_ipc() if catalog.columns else None,
+        "numbers": pairs,
+        "later": [n for n, c in catalog.columns.items() if not c.required],
+        "filled": filled,
+        "groups": np.diff([*starts, catalog.appended]).tolist() if starts else [],
+        "appended": catalog.appended,
+        "evicted": catalog.evicted,
+        "version": catalog.version,
+    }
+
+
+def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
+    """Become the table of `saved`. In a transaction."""
     fresh = Catalog()
     fresh.settings = backing.catalog.settings
     segments: list[Segment] = []
-    if state["rows"] is not None:
-        batch = RowBatch.from_ipc(state["rows"])
-        for column in batch.schema:
-            record = [column.name, str(column.type), True, column.doc]
-            fresh.apply({"kind": "columns", "columns": [record]})
-        first = state["appended"] - len(batch)
-        try:
-            groups = list(state["groups"])
-            pieces = cut(len(batch), 0, chunk_rows, groups)
-            for piece in pieces:
-                part = batch.slice(piece.start, piece.stop)
-                segments.append(
-                    write(backing, layouts.prepare(part._columns, part._types, len(part)), first + piece.start)
-                )
-        except BaseException:
-            backing.discard(blocks_of(segments))
-            raise
-        starts = np.cumsum([0, *groups[:-1]]).tolist() if groups else []
-        record: Record = {
-            "kind": "append", "first": first, "rows": len(batch), "chunks": [first + p.start for p in pieces],
-            "segments": [s.to_json() for s in segments], "groups": [first + start for start in starts],
-        }  # fmt: skip
-        fresh.apply(record)
-    fresh.appended, fresh.evicted, fresh.version = state["appended"], state["evicted"], state["version"]
+    try:
+        if saved["rows"] is not None:
+            batch = RowBatch.from_ipc(saved["rows"])
+            pairs = saved.get("numbers", [(saved["appended"] - len(batch), saved["appended"])] if len(batch) else [])
+            groups = _positions(saved["groups"], saved["appended"])
+            chunks = _restore_rows(backing, batch, pairs, groups, bounds, segments)
+            later = saved.get("later", ())
+            fresh.apply({"kind": "columns", "columns": [_column(c, c.name not in later) for c in batch.schema]})
+            record: Record = {
+                "kind": "append", "first": 0, "rows": saved["appended"], "chunks": chunks,
+                "segments": [s.to_json() for s in segments], "groups": groups,
+            }  # fmt: skip
+            fresh.apply(record)
+            fresh.alive = RowSet(pairs)
+            for there, ipc in saved.get("filled", {}).values():
+                part = RowBatch.from_ipc(ipc)
+                fresh.apply({"kind": "columns", "columns": [_column(c, False) for c in part.schema]})
+                made: list[Segment] = []
+                _restore_rows(backing, part, there, [], bounds, made)
+                segments += made
+                fresh.apply({"kind": "segments", "new": [s.to_json() for s in made]})
+    except BaseException:
+        backing.discard(blocks_of(segments))
+        raise
+    fresh.appended, fresh.evicted, fresh.version = saved["appended"], saved["evicted"], saved["version"]
     backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
 
 
-__all__ = ["Bounds", "add_column", "append", "evict", "fill", "make_room", "merge_full_chunks", "restore"]
+def _column(column: Column, required: bool) -> list[Any]:
+    return [column.name, str(column.type), required, column.doc]
+
+
+def _positions(sizes: Sequence[int], stop: int) -> list[int]:
+    """First row of each group, from their sizes; the last one ends at `stop`."""
+    return (stop - np.cumsum(sizes[::-1])[::-1]).tolist() if len(sizes) else []
+
+
+def _restore_rows(
+    backing: Backing, batch: RowBatch, pairs: Pairs, groups: list[int], bounds: Bounds, made: list[Segment]
+) -> list[int]:
+    """Write the rows, numbered as `pairs` says, into `made`; the first row of each chunk."""
+    chunks = []
+    at = 0
+    for start, stop in pairs:
+        edges = [g for g in groups if start < g < stop]
+        sizes = np.diff([start, *edges, stop]).tolist() if groups else []
+        for piece in cut(stop - start, 0, bounds.chunk_rows, sizes):
+            part = batch.slice(at + piece.start, at + piece.stop)
+            prepared = layouts.prepare(part._columns, part._types, len(part))
+            made.append(write(backing, prepared, start + piece.start))
+            chunks.append(start + piece.start)
+        at += stop - start
+    return chunks
+
+
+__all__ = ["Bounds", "add_column", "append", "evict", "fill", "make_room", "merge_full_chunks", "restore", "state"]

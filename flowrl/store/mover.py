@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flowrl.errors import FlowError, WaitTimeout
@@ -111,10 +112,7 @@ class Mover:
         stored, files = write_segment(path, batch._columns, batch._types, len(batch), codecs, first=segment.first)
         sizes = {name: [raw, 0, codecs.get(name, "none")] for name, (raw, _, _) in segment.sizes.items()}
         total = sum(raw for raw, _, _ in sizes.values()) or 1
-        for (
-            name,
-            size,
-        ) in sizes.items():  # an Arrow file does not say what each column takes: by its share of the raw bytes
+        for size in sizes.values():  # an Arrow file does not say what each column takes: by its share of the raw bytes
             size[1] = round(stored * size[0] / total)
         made = Segment(
             uid, segment.first, segment.rows, segment.names, DISK, tuple(str(Path(f).relative_to(folder)) for f in files),
@@ -156,11 +154,11 @@ class Mover:
             if tiers.folder is not None and tiers.memory_bytes is not None:
                 over = catalog.bytes[HOT] + catalog.bytes[PACKED] - tiers.memory_bytes
                 if over > 0 and (segment := oldest(catalog, (HOT, PACKED))) is not None:
-                    return lambda: self.spill(segment)
+                    return partial(self.spill, segment)
             if tiers.compression is not None and tiers.hot_bytes is not None:
                 over = catalog.bytes[HOT] - tiers.hot_bytes
                 if over > 0 and (segment := oldest(catalog, (HOT,))) is not None:
-                    return lambda: self.compress(segment)
+                    return partial(self.compress, segment)
             return None
 
     def catch_up(self) -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowError, StoreError
-from flowrl.store.arena import Arenas, Mapped, new_folder, reclaim_orphans, shm_folder
+from flowrl.store.arena import Arenas, Mapped
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED
+from flowrl.store.folders import living, new_folder, reclaim_orphans, remove_folder, settled, shm_folder
 from flowrl.store.log import CommitLog, LocalLog
 from flowrl.store.mover import Mover
 from flowrl.store.presence import LocalPresence, Presence
@@ -42,7 +43,7 @@ class Opened:
     path: Path | None
 
 
-def create(settings: Mapping[str, Any], path: Path | None, memory: str) -> Opened:
+def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: Callable[[Path], None]) -> Opened:
     """A new table. Errors: ConfigError when there is one at the path already; StoreError when it cannot be made."""
     record = {"kind": "table", "settings": dict(settings)}
     if memory == "private":
@@ -54,15 +55,16 @@ def create(settings: Mapping[str, Any], path: Path | None, memory: str) -> Opene
     if path is not None:
         path = path.absolute()
         _make_path(path)
-    recover_orphans()
+    recover_orphans(reopen)
     folder = new_folder()
     try:
-        presence = Presence(folder)
+        presence = Presence(folder, counter=path)
         log = CommitLog.create(path or folder)
     except BaseException:
+        settled(folder)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    backing = Backing(log, presence, Arenas(folder, presence.slot), Mapped(folder))
+    backing = Backing(log, presence, Arenas(folder, lambda: presence.slot), Mapped(folder))
     with backing.transaction():
         if path is not None:
             _point(folder / PATH, str(path))
@@ -134,13 +136,14 @@ def _joined(log: CommitLog, memory: Path | None, path: Path | None, readonly: bo
     arenas = None
     if memory is not None:
         try:
-            presence = Presence(memory)
+            presence = Presence(memory, counter=path)
         except (OSError, FlowError):
             if not readonly:
                 raise
             # rows can still be read; nobody is told, so a writer may reuse what is being read only when it is gone anyway
         if presence is not None and not readonly:
-            arenas = Arenas(memory, presence.slot)
+            joined = presence
+            arenas = Arenas(memory, lambda: joined.slot)
     backing = Backing(log, presence, arenas, Mapped(memory if memory is not None else Path("/nowhere")))
     backing.replay()
     lost = [
@@ -202,17 +205,6 @@ def _slot_of(name: str) -> int | None:
         return None
 
 
-def is_last(backing: Backing, memory: Path) -> bool:
-    """Whether no other living process has the table open. In a transaction, after this process left."""
-    own = backing.presence
-    assert own is not None
-    for file in memory.glob("process-*"):
-        slot = file.name.removeprefix("process-")
-        if slot.isdecimal() and int(slot) != own.slot and own.is_alive(int(slot)):
-            return False
-    return True
-
-
 def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> None:
     """Close this process's part; as the last one, save what is only in memory and remove it."""
     memory, path = opened.memory, opened.path
@@ -222,7 +214,7 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
     keep = True
     try:
         with backing.transaction() as catalog:
-            if not is_last(backing, memory):
+            if any(slot != backing.presence.slot for slot in living(memory)):
                 backing.leave_presence()  # before the lock is free, so that the next to leave sees that it is the last
             else:
                 if path is not None:
@@ -241,45 +233,36 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
             f"rows of the table {opened.name} could not be written to files: {error}; they are kept in {memory}",
             stacklevel=2,
         )
+    slot = backing.presence.slot
     backing.close(keep=keep)
     if not keep:
-        shutil.rmtree(memory, ignore_errors=True)
+        remove_folder(memory, own_slot=slot)
 
 
 _LOOKED = False
 
 
-def recover_orphans(*, again: bool = False) -> None:
+def recover_orphans(reopen: Callable[[Path], None], *, again: bool = False) -> None:
     """Remove memory that no living process holds; rows of tables with a path are written to their files first.
 
-    Once in a process, unless asked `again`.
+    Once in a process, unless asked `again`. `reopen` opens the table at a path and closes it.
     """
     global _LOOKED
     if _LOOKED and not again:
         return
     _LOOKED = True
     reclaim_orphans()
-    for folder in shm_folder().glob("*"):
+    for folder in list(shm_folder().glob("*")):
         file = folder / PATH
-        if not file.exists() or not _is_orphan(folder):
+        if not file.exists() or any(living(folder)):
             continue
         try:
             path = Path(file.read_text())
             if not (path / "head").exists() or _memory_of(path) != folder:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
                 continue
-            from flowrl.store.table import ExperienceTable
-
-            ExperienceTable.open(path).close()
+            reopen(path)
         except (OSError, FlowError) as error:
             warnings.warn(
                 f"the table {folder.name} that a killed process left could not be saved: {error}", stacklevel=3
             )
-
-
-def _is_orphan(folder: Path) -> bool:
-    return not any(
-        Presence.alive_in(folder, int(slot))
-        for slot in (f.name.removeprefix("process-") for f in folder.glob("process-*"))
-        if slot.isdecimal()
-    )

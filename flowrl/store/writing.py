@@ -55,11 +55,11 @@ def segment_of(
 
 def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
     """By column: raw bytes, stored bytes, codec of its values. A buffer that columns share counts for the first of them."""
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     sizes: dict[str, list[Any]] = {}
     for column in columns:
-        own = [b for b in column.buffers if b.offset not in seen]
-        seen.update(b.offset for b in own)
+        own = [b for b in column.buffers if (b.offset, b.stored) not in seen]
+        seen.update((b.offset, b.stored) for b in own)
         raw = sum(b.stored if b.raw is None else b.raw for b in own)
         codec = column.buffers[0].codec if column.buffers else "none"
         sizes[column.name] = [raw, sum(b.stored for b in own), codec]
@@ -86,20 +86,21 @@ def compress(
     """The same segment with its columns encoded, in a new block; None when that saves nothing."""
     columns = [layouts.ColumnLayout.from_json(one) for one in json.loads(segment.layouts)]
     pieces: list[bytes | np.ndarray] = []
-    placed: dict[int, layouts.Buffer] = {}
+    placed: dict[tuple[int, int], layouts.Buffer] = {}
+    # an empty buffer starts where the next one does, so the offset alone does not tell them apart
     at = 0
     made = []
     for column in columns:
         codec = codecs.get(column.name, "none")
         buffers = []
         for number, buffer in enumerate(column.buffers):
-            known = placed.get(buffer.offset)
+            known = placed.get((buffer.offset, buffer.stored))
             if known is None:
                 piece = root[buffer.offset : buffer.offset + buffer.stored]
                 # offsets grow steadily, which LZ4 alone does not see; they are small beside the values
                 wanted = codec if number == 0 else "none"
                 known, kept = _encoded(piece, wanted, column, at)
-                placed[buffer.offset] = known
+                placed[buffer.offset, buffer.stored] = known
                 pieces.append(kept)
                 at += -(-known.stored // ALIGN) * ALIGN
             buffers.append(known)

@@ -1,5 +1,7 @@
 """Row sets against Python's own sets."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, strategies as st
 
@@ -24,7 +26,7 @@ def test_a_row_set_is_a_set_of_numbers(steps: list[tuple[str, tuple[int, int]]],
     assert len(rows) == len(model)
     pairs = rows.pairs()
     assert all(a < b for a, b in pairs)
-    assert all(b < c for (_, b), (c, _) in zip(pairs, pairs[1:], strict=False)), "neighbours are one interval"
+    assert all(b < c for (_, b), (c, _) in pairwise(pairs)), "neighbours are one interval"
     assert RowSet.of(np.array(sorted(model) * 2, np.int64)) == rows
     assert RowSet(pairs) == rows.copy() == rows
     within = set(range(*asked))
