@@ -406,6 +406,8 @@ def main(argv: list[str]) -> int:
     workload = load(QUICK if args.quick else FULL, fresh=args.fresh)
     print(about(workload), flush=True)
     measured = measure(workload, plan, args.only)
+    if args.quick:
+        measured.tables.insert(0, "A quick run: too few rows for the speeds to mean anything.")
     if not plan.anchors:
         left_out = "--quick" if args.quick else f"not installed: {', '.join(absent)}"
         measured.tables.insert(0, f"Other stores were left out ({left_out}); see --prepare.")

@@ -35,9 +35,14 @@ class Killed:
     """The most, in one kill, of rows that the writer was told are appended and that are not there."""
 
 
-def _checksum(row: dict[str, Any]) -> int:
-    held = zlib.crc32(row["response_ids"].tobytes())
-    return zlib.crc32(row["rollout_logprobs"].tobytes(), held)
+def _checksum(ids: np.ndarray, logprobs: np.ndarray) -> int:
+    return zlib.crc32(logprobs.tobytes(), zlib.crc32(ids.tobytes()))
+
+
+def _num_corrupt(rows: Any) -> int:
+    """Rows of a batch that do not match their checksum."""
+    found = zip(rows["response_ids"], rows["rollout_logprobs"], rows["checksum"].tolist(), strict=True)
+    return sum(_checksum(ids, logprobs) != told for ids, logprobs, told in found)
 
 
 def group(number: int, random: np.random.Generator) -> list[dict[str, Any]]:
@@ -50,7 +55,7 @@ def group(number: int, random: np.random.Generator) -> list[dict[str, Any]]:
             "rollout_logprobs": random.standard_normal(length).astype(np.float32),
             "sample_index": sample,
         }
-        rows.append({**row, "checksum": _checksum(row)})
+        rows.append({**row, "checksum": _checksum(row["response_ids"], row["rollout_logprobs"])})
     return rows
 
 
@@ -93,7 +98,7 @@ def once(killed: Killed, seed: int) -> None:
         killed.kills += 1
         killed.rows += have
         killed.lost = max(killed.lost, acknowledged - have)
-        killed.corrupt += sum(_checksum(row) != row["checksum"] for batch in table.scan() for row in batch.rows())
+        killed.corrupt += sum(_num_corrupt(batch) for batch in table.scan())
         table.append(group(0, random), TYPES)  # and it can be written on
         if len(table) != have + GROUP:
             raise SystemExit(f"after a kill the table has {len(table)} rows where {have + GROUP} were appended")

@@ -49,14 +49,13 @@ class TableChannel(Channel):
         stream = self.streams.get(tuple(names))
         if stream is None:
             table = self.tables[tuple(names)]
-            stream = table.stream("train", BATCH, layout="padded", device="cpu", timeout_s=WAIT_S)
-            stream = self.streams[tuple(names)] = iter(stream)
+            stream = self.streams[tuple(names)] = table.stream("train", BATCH, layout="padded", timeout_s=WAIT_S)
         got = 0
         with kernels.forced(self.kernel):
             while got < num_rows:
                 batch = next(stream)
                 got += len(batch["response_ids"])
-                yield batch
+                yield {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def close(self) -> None:
         for table in self.tables.values():
@@ -136,16 +135,19 @@ def _watch(table: Any, kernel: str, spin: bool, seen: Any) -> None:
     torch.set_num_threads(1)
     with table, kernels.forced(kernel):
         seen.send("ready")
-        while True:
-            claimed = table.claim("train", GROUP, at_least=GROUP, wait_s=0 if spin else 1.0) if not spin else None
-            until = time.monotonic() + WAIT_S
-            while spin and claimed is None and time.monotonic() < until and not seen.poll(0):
-                claimed = table.claim("train", GROUP, at_least=GROUP)
-            if claimed is None:
-                return
+        while (claimed := _next(table, spin, seen)) is not None:
             with claimed:
                 claimed.padded()
                 seen.send(time.perf_counter())
+
+
+def _next(table: Any, spin: bool, seen: Any) -> Any:
+    if not spin:
+        return table.claim("train", GROUP, at_least=GROUP, wait_s=WAIT_S)
+    while not seen.poll(0):
+        if (claimed := table.claim("train", GROUP, at_least=GROUP)) is not None:
+            return claimed
+    return None
 
 
 def group_latency(workload: Workload, names: tuple[str, ...], kernel: str, groups: int, *, spin: bool) -> list[float]:
@@ -162,6 +164,7 @@ def group_latency(workload: Workload, names: tuple[str, ...], kernel: str, group
             return measure(workload, names, lambda rows: table.append(rows, TYPES), seen, groups)
         finally:
             table.finish()
+            seen.send("enough")
             process.join(10)
             if process.is_alive():
                 process.kill()
