@@ -78,70 +78,99 @@ def decode(
 
     "plain" and "list" are read-only views unless compressed or `once`; the rest is materialised.
     """
-    dtype = NUMPY_DTYPES[layout.type.dtype]
-    index = _bytes(layout, root, -1, 4).view(np.int32) if layout.once else None
-    if layout.encoding == "plain":
-        stored = num_rows if index is None else int(index[-1]) + 1
-        values = _values(layout, root, dtype, stored)
-        return values if index is None else _sealed(values[index])
-    if layout.encoding == "text":
-        texts = _texts(layout, root)
-        return texts if index is None else _sealed(texts[index])
-    offsets = _offsets_of(layout, root, -1 - layout.once, offsets_cache)
-    if layout.encoding == "texts":
-        flat = _texts(layout, root)
-    elif layout.encoding == "bits":
-        flat = _sealed(_from_bits(_bytes(layout, root, 0, 1), _lengths(offsets), layout.inner))
-    else:
-        flat = _values(layout, root, dtype, int(offsets[-1]))
-    return Ragged(flat, offsets) if index is None else _repeated(flat, offsets, index)
+    return Stored(layout, root, num_rows, {} if offsets_cache is None else offsets_cache).values()
 
 
-def _values(layout: ColumnLayout, root: np.ndarray, dtype: np.dtype[Any], count: int) -> np.ndarray:
-    return _sealed(_bytes(layout, root, 0, dtype.itemsize).view(dtype).reshape(count, *layout.inner))
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A column as it lies in a block, part by part. With `once`, parts are those of the runs."""
 
+    layout: ColumnLayout
+    root: np.ndarray
+    num_rows: int
+    cache: dict[int, np.ndarray]
 
-def _bytes(layout: ColumnLayout, root: np.ndarray, which: int, itemsize: int) -> np.ndarray:
-    """uint8, what a buffer holds."""
-    buffer = layout.buffers[which]
-    found = root[buffer.offset : buffer.offset + buffer.stored]
-    if len(found) != buffer.stored:
-        raise StoreError(
-            f"column '{layout.name}' lies in bytes {buffer.offset} to {buffer.offset + buffer.stored} of its block, which has "
-            f"{len(root)}: the block is not the one the layout was written for"
-        )
-    if buffer.raw is None:
+    def values(self) -> Values:
+        """What `decode` gives."""
+        layout = self.layout
+        index = self.index()
+        if layout.encoding == "plain":
+            plain = self._numbers(self.num_rows if index is None else int(index[-1]) + 1)
+            return plain if index is None else _sealed(plain[index])
+        if layout.encoding == "text":
+            texts = self._texts()
+            return texts if index is None else _sealed(texts[index])
+        flat, offsets = self.flat(), self.offsets()
+        return Ragged(flat, offsets) if index is None else _repeated(flat, offsets, index)
+
+    def rows(self) -> list[np.ndarray]:
+        """The values of each row of a list column; rows of one run share theirs."""
+        flat = self.flat()
+        rows = [flat[start:stop] for start, stop in pairwise(self.offsets().tolist())]
+        index = self.index()
+        return rows if index is None else [rows[run] for run in index.tolist()]
+
+    def flat(self) -> np.ndarray:
+        """[T, *inner] of a list column."""
+        if self.layout.encoding == "texts":
+            return self._texts()
+        if self.layout.encoding == "bits":
+            return _sealed(_from_bits(self.bytes(0), _lengths(self.offsets()), self.layout.inner))
+        return self._numbers(int(self.offsets()[-1]))
+
+    def index(self) -> np.ndarray | None:
+        """int32 [rows]: the run of each row; None unless `once`."""
+        return self.bytes(-1, 4).view(np.int32) if self.layout.once else None
+
+    def offsets(self) -> np.ndarray:
+        """int64 [N + 1] of a list column."""
+        which = -2 if self.layout.once else -1
+        key = self.layout.buffers[which].offset  # no other offsets start there: they are never empty
+        found = self.cache.get(key)
+        if found is None:
+            found = self.cache.setdefault(
+                key, _sealed(self.bytes(which, 8).view(np.int64))
+            )  # one array for all threads
         return found
-    from flowrl.store.codecs import decode_buffer
 
-    decoded: np.ndarray = decode_buffer(found, buffer.codec, buffer.raw, itemsize=itemsize, inner=layout.inner)
-    return decoded
+    def bounds(self) -> np.ndarray:
+        """int64: where each text begins, and the end."""
+        return self.bytes(1, 8).view(np.int64)
 
+    def bytes(self, which: int, itemsize: int = 1) -> np.ndarray:
+        """uint8, what a buffer holds, decoded."""
+        buffer = self.layout.buffers[which]
+        found = self.root[buffer.offset : buffer.offset + buffer.stored]
+        if len(found) != buffer.stored:
+            raise StoreError(
+                f"column '{self.layout.name}' lies in bytes {buffer.offset} to {buffer.offset + buffer.stored} of its block, "
+                f"which has {len(self.root)}: the block is not the one the layout was written for"
+            )
+        if buffer.raw is None:
+            return found
+        from flowrl.store.codecs import decode_buffer
 
-def _offsets_of(layout: ColumnLayout, root: np.ndarray, which: int, cache: dict[int, np.ndarray] | None) -> np.ndarray:
-    key = layout.buffers[which].offset
-    found = cache.get(key) if cache is not None else None
-    if found is None:
-        found = _sealed(_bytes(layout, root, which, 8).view(np.int64))
-        if cache is not None:
-            found = cache.setdefault(key, found)  # one array, also when two threads decode
-    return found
+        inner = self.layout.inner
+        decoded: np.ndarray = decode_buffer(found, buffer.codec, buffer.raw, itemsize=itemsize, inner=inner)
+        return decoded
 
+    def _numbers(self, count: int) -> np.ndarray:
+        dtype = NUMPY_DTYPES[self.layout.type.dtype]
+        return _sealed(self.bytes(0, dtype.itemsize).view(dtype).reshape(count, *self.layout.inner))
 
-def _texts(layout: ColumnLayout, root: np.ndarray) -> np.ndarray:
-    raw = _bytes(layout, root, 0, 1).tobytes()
-    bounds = _bytes(layout, root, 1, 8).view(np.int64).tolist()
-    made: Iterable[Any]
-    if layout.type.dtype == "bytes":
-        made = [raw[start:stop] for start, stop in pairwise(bounds)]
-    elif raw.isascii():
-        text = raw.decode()
-        made = [text[start:stop] for start, stop in pairwise(bounds)]
-    else:
-        made = [raw[start:stop].decode(errors="surrogatepass") for start, stop in pairwise(bounds)]
-    texts = np.empty(len(bounds) - 1, object)
-    texts[:] = made
-    return _sealed(texts)
+    def _texts(self) -> np.ndarray:
+        raw, bounds = self.bytes(0).tobytes(), self.bounds().tolist()
+        made: Iterable[Any]
+        if self.layout.type.dtype == "bytes":
+            made = [raw[start:stop] for start, stop in pairwise(bounds)]
+        elif raw.isascii():
+            text = raw.decode()
+            made = [text[start:stop] for start, stop in pairwise(bounds)]
+        else:
+            made = [raw[start:stop].decode(errors="surrogatepass") for start, stop in pairwise(bounds)]
+        texts = np.empty(len(bounds) - 1, object)
+        texts[:] = made
+        return _sealed(texts)
 
 
 def _repeated(flat: np.ndarray, offsets: np.ndarray, index: np.ndarray) -> Ragged:
@@ -182,14 +211,14 @@ def places(
     """Addresses of the rows; None for text and for compressed columns, which must be decoded."""
     if layout.encoding in ("text", "texts") or any(buffer.raw is not None for buffer in layout.buffers):
         return None
+    stored = Stored(layout, root, num_rows, {} if offsets_cache is None else offsets_cache)
     base = root.__array_interface__["data"][0] + layout.buffers[0].offset
     size = NUMPY_DTYPES[layout.type.dtype].itemsize * math.prod(layout.inner)
-    index = _bytes(layout, root, -1, 4).view(np.int32) if layout.once else None
+    index = stored.index()
     if layout.encoding == "plain":
-        return Places(
-            base + size * (np.arange(num_rows) if index is None else index.astype(np.int64)), None, False, layout.inner
-        )
-    offsets = _offsets_of(layout, root, -1 - layout.once, offsets_cache)
+        row = np.arange(num_rows) if index is None else index.astype(np.int64)
+        return Places(base + size * row, None, False, layout.inner)
+    offsets = stored.offsets()
     lengths = _lengths(offsets)
     is_bits = layout.encoding == "bits"
     address = base + (_bit_starts(lengths, layout.inner)[:-1] if is_bits else size * offsets[:-1])

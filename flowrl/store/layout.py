@@ -42,7 +42,7 @@ from flowrl.store.columns import (
     to_stored,
     with_lengths,
 )
-from flowrl.store.decoding import Buffer, ColumnLayout, Places, decode, places
+from flowrl.store.decoding import Buffer, ColumnLayout, Places, Stored, decode, places
 from flowrl.store.rows import RowBatch
 
 __all__ = [
@@ -171,9 +171,26 @@ class _Builder:
         if kind.dtype == "bool":
             bits = _to_bits(parts if len(parts) == len(lengths) else _rows(parts, lengths))
             return self._put(name, kind, "bits", [_array(bits), offsets], inner, index)
-        if len(parts) > 1 and axis.has_empty_rows:
+        if len(parts) > 1 and axis.has_empty_rows:  # inner lengths may be unknown where there are no values
             parts = [part for part in parts if len(part)] or parts[:1]
         return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, index)
+
+    def add_bits(
+        self, name: str, kind: ColumnType, bits: list[np.ndarray], lengths: np.ndarray, inner: tuple[int, ...]
+    ) -> bool:
+        """A list column of booleans that are bits already; False for TOKEN columns of different lengths."""
+        axis = self._axis_of(kind, lengths)
+        if axis is None:
+            return False
+        self._raw += axis.total * math.prod(inner)
+        pending = _Pending(sum(map(len, bits)), bits)
+        return self._put(name, kind, "bits", [pending, axis.offsets], inner, None)
+
+    def add_encoded(self, name: str, kind: ColumnType, texts: list[np.ndarray], lengths: np.ndarray) -> bool:
+        """One text per row, as bytes already."""
+        pending = _Pending(sum(map(len, texts)), texts)
+        self._raw += pending.nbytes
+        return self._put(name, kind, "text", [pending, _offsets(lengths)], (), None)
 
     def _add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> bool:
         self._raw += values.nbytes
@@ -440,33 +457,47 @@ def _array_of(tensor: Any) -> Any:
 def merge(parts: Sequence[tuple[Sequence[ColumnLayout], np.ndarray, int]]) -> Prepared:
     """Neighbouring segments (layouts, root, rows) of the same columns as one, in that order."""
     builder = _Builder(sum(num_rows for _, _, num_rows in parts))
+    named = [{layout.name: layout for layout in columns} for columns, _, _ in parts]
     caches: list[dict[int, np.ndarray]] = [{} for _ in parts]
-    for place, first in enumerate(parts[0][0]):
-        layouts = [columns[place] for columns, _, _ in parts]
-        if any(layout.name != first.name for layout in layouts):
-            raise StoreError(f"segments to be merged have the same columns; found '{first.name}' beside others")
-        kind = next((k.type for k in layouts if all(isinstance(n, int) for n in inner_lengths(k.type))), first.type)
-        decoded = [
-            decode(layout, root, num_rows, offsets_cache=cache)
-            for layout, (_, root, num_rows), cache in zip(layouts, parts, caches, strict=True)
+    for name, first in named[0].items():
+        if any(columns.keys() != named[0].keys() for columns in named):
+            raise StoreError(f"segments to be merged have the same columns; found '{name}' beside others")
+        stored = [
+            Stored(columns[name], root, num_rows, cache)
+            for columns, (_, root, num_rows), cache in zip(named, parts, caches, strict=True)
         ]
-        _add_joined(builder, first.name, kind, decoded)
+        types = [one.layout.type for one in stored]
+        kind = next((k for k in types if all(isinstance(n, int) for n in inner_lengths(k))), first.type)
+        inner = max((one.layout.inner for one in stored), key=math.prod)  # some may not know it yet
+        if first.encoding == "plain":
+            values = [one.values() for one in stored if one.num_rows] or [stored[0].values()]
+            builder.add(name, kind, np.concatenate(values))  # type: ignore[arg-type]
+        elif first.encoding == "text" and kind.granularity is not PROMPT:
+            builder.add_encoded(name, kind, [one.bytes(0) for one in stored], _joined(one.bounds() for one in stored))
+        elif first.encoding in ("text", "texts"):
+            _add_texts(builder, name, kind, [one.values() for one in stored])
+        elif kind.granularity is PROMPT:
+            rows = [row for one in stored for row in one.rows()]
+            builder.add_list(name, kind, rows, list(map(len, rows)), inner)
+        elif first.encoding == "bits":
+            lengths = _joined(one.offsets() for one in stored)
+            builder.add_bits(name, kind, [one.bytes(0) for one in stored], lengths, inner)
+        else:
+            flat = [one.flat() for one in stored]
+            builder.add_list(name, kind, flat, _joined(one.offsets() for one in stored), inner)
     return builder.finish()
 
 
-def _add_joined(builder: _Builder, name: str, kind: ColumnType, decoded: list[Values]) -> None:
-    flat = [part.values if isinstance(part, Ragged) else part for part in decoded]
-    full = [part for part in flat if len(part)]
-    if not full:  # where there are no values, inner lengths may be unknown
-        full = [max(flat, key=lambda part: math.prod(part.shape[1:]))]
-    ragged = [part for part in decoded if isinstance(part, Ragged)]
-    if not ragged:
-        builder.add(name, kind, np.concatenate(full))
-        return
-    lengths = np.concatenate([part.offsets[1:] - part.offsets[:-1] for part in ragged])
-    if kind.dtype in ("str", "bytes"):
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        builder.add(name, kind, Ragged(np.concatenate(full), offsets))
+def _joined(offsets: Iterable[np.ndarray]) -> np.ndarray:
+    """Row lengths from the offsets of several segments."""
+    return np.concatenate([one[1:] - one[:-1] for one in offsets])
+
+
+def _add_texts(builder: _Builder, name: str, kind: ColumnType, values: list[Values]) -> None:
+    flat = np.concatenate([part.values if isinstance(part, Ragged) else part for part in values])
+    ragged = [part for part in values if isinstance(part, Ragged)]
+    if ragged:
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(_joined(part.offsets for part in ragged))])
+        builder.add(name, kind, Ragged(flat, offsets))
     else:
-        rows: list[np.ndarray] = [row for part in ragged for row in part] if kind.granularity is PROMPT else full
-        builder.add_list(name, kind, rows, lengths, full[0].shape[1:])
+        builder.add(name, kind, flat)
