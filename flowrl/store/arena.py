@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import numpy as np
 from flowrl.errors import StoreError
 from flowrl.store.folders import new_folder, reclaim_orphans, remove_folder, shm_folder
 
-__all__ = ["Arenas", "Block", "Mapped", "new_folder", "reclaim_orphans", "remove_folder", "shm_folder"]
+__all__ = ["Arenas", "Block", "Mapped", "new_folder", "reclaim_orphans", "remove_folder", "remove_unused", "shm_folder"]
 
 ALIGNMENT = 64
 _PAGE = 4096
@@ -264,7 +264,6 @@ class Mapped:
     def __init__(self, source: Path | Arenas) -> None:
         self._source = source
         self._views: dict[str, memoryview] = {}
-        self._lock = threading.Lock()
 
     def root(self, block: Block) -> np.ndarray:
         """The bytes of exactly this block, uint8, read-only. Every view of them keeps this array alive.
@@ -294,10 +293,8 @@ class Mapped:
                 raise StoreError(
                     f"rows in {self._source / arena} cannot be read: {error}; was the table removed?"
                 ) from error
-        with self._lock:
-            for name in [name for name in self._views if self._is_gone(name)]:
-                del self._views[name]
-            self._views[arena] = view
+        # replaced as a whole, so that other threads may read it meanwhile
+        self._views = {name: kept for name, kept in self._views.items() if not self._is_gone(name)} | {arena: view}
         return view
 
     def _is_gone(self, arena: str) -> bool:
@@ -305,8 +302,18 @@ class Mapped:
             return arena not in self._source._maps
         return not (self._source / arena).exists()
 
-    def _in_child(self) -> None:
-        self._lock = threading.Lock()
+
+def remove_unused(folder: Path, in_use: Collection[str], is_alive: Callable[[int], bool]) -> int:
+    """Remove the arenas of dead processes in which no segment of the table lies any more. Returns their bytes.
+
+    Inside a transaction of the log, so that `in_use` is all there is. Whoever still has an array of one keeps its bytes.
+    """
+    removed = 0
+    for path in folder.glob("arena-*-*"):
+        if path.name not in in_use and not is_alive(int(path.name.split("-")[1])):
+            removed += path.stat().st_size
+            path.unlink(missing_ok=True)
+    return removed
 
 
 def _in_child() -> None:

@@ -44,7 +44,7 @@ def new_folder() -> Path:
     """
     above = _user_folder()
     try:
-        with _locked(above / "lock"):
+        with locked(above / "lock"):
             folder = above / secrets.token_hex(5)
             folder.mkdir(mode=0o700)
             held = os.open(folder / "setup", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -68,16 +68,15 @@ def settled(folder: Path) -> None:
 
 def remove_folder(folder: Path, *, own_slot: int | None = None) -> bool:
     """Remove a table's memory unless a living process other than `own_slot` has it open. Says whether it is removed."""
+    settled(folder)
     try:
-        with _locked(folder / "slots"):
+        with locked(folder / "slots"):
             if any(slot != own_slot for slot in living(folder)) or is_held(folder / "setup"):
                 return False
             gone = folder.with_name(f"{_GONE}{folder.name}")
             folder.rename(gone)
     except FileNotFoundError:
         return not folder.exists()
-    if (held := _setting_up.pop(folder, None)) is not None:
-        os.close(held)
     shutil.rmtree(gone, ignore_errors=True)
     return True
 
@@ -92,12 +91,14 @@ def reclaim_orphans() -> list[Path]:
         return []
     above = _user_folder()
     removed = []
-    with _locked(above / "lock"):
+    with locked(above / "lock"):
         found = [Path(entry.path) for entry in os.scandir(above) if entry.is_dir(follow_symlinks=False)]
         for folder in found:
             if folder.name.startswith(_GONE):  # whoever removed it was killed half-way
                 shutil.rmtree(folder, ignore_errors=True)
-            elif not (folder / "path").exists() and not any(living(folder)) and remove_folder(folder):
+            elif (folder / "path").exists() or is_held(folder / "setup") or any(living(folder)):
+                continue
+            elif remove_folder(folder):
                 removed.append(folder)
     return removed
 
@@ -133,7 +134,7 @@ def is_held(file: Path) -> bool:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[int]:
+def locked(file: Path) -> Iterator[int]:
     """Hold the lock of a file that every holder keeps for a very short time. Errors: FileNotFoundError when it goes away."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -142,10 +143,8 @@ def _locked(file: Path) -> Iterator[int]:
             raise FileNotFoundError(f"{file} was replaced")
         yield descriptor
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has a copy of the descriptor
         os.close(descriptor)
-
-
-locked = _locked
 
 
 def _user_folder() -> Path:

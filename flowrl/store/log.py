@@ -233,6 +233,9 @@ class CommitLog:
                 f"{_mib(_free(self._folder))} are free"
             ) from error
         self._publish(generation << _SHIFT | (_START + len(frame)))
+        if self._durable:  # the disk must know of the new file before it forgets the old one
+            self._head.flush()
+            _sync_folder(self._folder)
         for name in os.listdir(self._folder):
             if name.startswith("log.") and name != f"log.{generation}":
                 (self._folder / name).unlink(missing_ok=True)
@@ -592,6 +595,7 @@ class _Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def __exit__(self, *error: object) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has a copy of the descriptor
         os.close(self._descriptor)
 
 
@@ -627,6 +631,15 @@ def _write_whole(path: Path, content: bytes, aside: Path | None, *, at_least: in
         os.close(descriptor)
     if aside is not None:
         aside.replace(path)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_on_disk(folder: Path) -> bool:

@@ -78,7 +78,7 @@ class Presence:
             if entry is not None:
                 entry[0] += 1
                 return
-            if self._slot is None:
+            if self._slot is None or self._closed:
                 self._take()
             assert self._words is not None
             if self._free:
