@@ -51,7 +51,8 @@ class GatherColumn:
     length: np.ndarray | None = None
     """int64 [N]: values of each row; None for a column with one value per row. Equal for all TOKEN columns."""
     bits: bool = False
-    """Booleans stored one bit a value, least significant first, each row from a byte boundary."""
+    """Booleans stored one bit a value, least significant first, each row from a byte boundary; what is left of its last
+    byte is zero."""
     inner: tuple[int, ...] = ()
     """Shape of one value."""
     keep: Any = None
@@ -170,7 +171,9 @@ def choose(name: str = "auto") -> str:
     if name == "auto":
         return "numpy" if isinstance(_numba(), ImportError) else "numba"
     if name == "numba" and isinstance(found := _numba(), ImportError):
-        raise MissingExtra("compiled kernels need numba; install it with: pip install 'flowrl[kernels]'") from found
+        raise MissingExtra(
+            f"compiled kernels need numba ({found}); install it with: pip install 'flowrl[kernels]'"
+        ) from found
     return name
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
+from numba import config, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
 
 from flowrl.store.kernels.plan import BITS, ENDS, FIXED, LIST, Plan
+
+if config.DISABLE_JIT:
+    raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
 _BOOLS = ir.VectorType(ir.IntType(1), 64)
 _BYTES = ir.VectorType(ir.IntType(8), 64)

@@ -18,10 +18,8 @@ from flowrl.store.loader import packed, padded
 from flowrl.store.rows import RowBatch
 from tests.null.store.strategies import TYPES, batch_of, row
 
-KERNELS = [
-    "numpy",
-    pytest.param("numba", marks=pytest.mark.skipif(choose() != "numba", reason="numba is not installed")),
-]
+needs_numba = pytest.mark.skipif(choose() != "numba", reason="numba is not installed, or compiles nothing")
+KERNELS = ["numpy", pytest.param("numba", marks=needs_numba)]
 NUMBERS = {name: kind for name, kind in TYPES.items() if kind.is_numeric}
 
 
@@ -220,10 +218,13 @@ def test_without_numba_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels._numba.cache_clear()
 
 
+@needs_numba
 @pytest.mark.parametrize("error", [RuntimeError("no locator"), OSError(28, "No space left on device")])
 def test_code_is_compiled_where_no_cache_can_be_written(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    numba_path = pytest.importorskip("flowrl.store.kernels.numba_path")
-    caching = pytest.importorskip("numba.core.caching")
+    from numba.core import caching
+
+    from flowrl.store.kernels import numba_path
+
     tried = []
 
     def refuse(*arguments: object) -> None:

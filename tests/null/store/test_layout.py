@@ -1,5 +1,6 @@
 """Columns of every type lie in a block and come back bit for bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import given, strategies as st
 from flowrl.errors import DataError, FlowError, SchemaError, StoreError
 from flowrl.schema import PROMPT, SAMPLE, TOKEN, TURN, ColumnType
 from flowrl.schema.ragged import Ragged
-from flowrl.store.layout import ALIGN, ColumnLayout, Prepared, decode, merge, places, prepare, prepare_rows
+from flowrl.store.codecs import encode_buffer
+from flowrl.store.columns import NUMPY_DTYPES
+from flowrl.store.layout import ALIGN, Buffer, ColumnLayout, Prepared, decode, merge, places, prepare, prepare_rows
 from flowrl.store.rows import RowBatch
 from tests.null.store.strategies import TYPES, batch_of, row_lists
 
@@ -165,6 +168,24 @@ def test_numbers_are_views_of_the_block_and_token_columns_share_their_offsets() 
     for array in (found["a"].values, found["b"].values, found["r"], found["a"].offsets):
         assert np.shares_memory(array, root)
         assert not array.flags.writeable
+
+
+@given(row_lists)
+def test_compressed_columns_are_decoded_and_have_no_places(rows: list[dict[str, Any]]) -> None:
+    batch = batch_of(rows)
+    prepared = prepared_of(batch)
+    root = written(prepared)
+    for layout in prepared.layouts:
+        first, *others = layout.buffers
+        itemsize = 1 if layout.encoding in ("bits", "text", "texts") else NUMPY_DTYPES[layout.type.dtype].itemsize
+        raw = root[first.offset : first.offset + first.stored]
+        kept = np.frombuffer(encode_buffer(raw, "lz4", itemsize=itemsize, inner=layout.inner), np.uint8)
+        buffer = Buffer(prepared.nbytes, len(kept), "lz4", first.stored)
+        encoded = replace(layout, buffers=(buffer, *others))
+        assert ColumnLayout.from_json(encoded.to_json()) == encoded
+        found = read((encoded,), np.concatenate([root, kept]), len(rows))
+        assert found.equals(batch.select(layout.name))
+        assert places(encoded, root, len(rows)) is None
 
 
 # ---------------------------------------------------------------------------------------------- once for equal rows
