@@ -24,7 +24,6 @@ and takes the rows back itself.
 
 from __future__ import annotations
 
-import atexit
 import hmac
 import ipaddress
 import json
@@ -32,6 +31,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -206,6 +206,8 @@ class TableServer:
         self.uri, self.token = uri, token
         self._closed = False
         _SERVING.add(self)
+        # made after Flight's own, and so run before it: Flight would wait for calls that wait for rows
+        self._at_exit = weakref.finalize(self, _end_calls, service, clients, 5.0)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End all calls and give back what clients have claimed. The table itself stays as it is.
@@ -215,14 +217,10 @@ class TableServer:
         if self._closed:
             return
         self._closed = True
+        self._at_exit.detach()
         _SERVING.discard(self)
-        self._service.closing.set()
-        ending = threading.Thread(target=self._service.shutdown, name="flowrl-shutdown", daemon=True)
-        ending.start()
-        ending.join(timeout_s)
-        at_work = self._clients.calls
-        self._clients.close(timeout_s)
-        if ending.is_alive():
+        at_work = _end_calls(self._service, self._clients, timeout_s)
+        if at_work is not None:
             raise WaitTimeout(
                 f"the table server at {self.uri} still has {at_work} calls at work after {timeout_s:g} s; "
                 "they end in the background"
@@ -238,12 +236,15 @@ class TableServer:
         return f"TableServer({self.uri}{', closed' if self._closed else ''})"
 
 
-@atexit.register
-def _close_all() -> None:
-    """Without this the process would wait, in the end of Flight, for calls that wait for rows."""
-    for server in list(_SERVING):
-        with suppress(WaitTimeout):
-            server.close(5.0)
+def _end_calls(service: Any, clients: _Clients, timeout_s: float) -> int | None:
+    """How many calls have not ended within the time; None when all have."""
+    service.closing.set()
+    ending = threading.Thread(target=service.shutdown, name="flowrl-shutdown", daemon=True)
+    ending.start()
+    ending.join(timeout_s)
+    at_work = clients.calls
+    clients.close(timeout_s)
+    return at_work if ending.is_alive() else None
 
 
 def serve(
@@ -322,6 +323,10 @@ def _pem(path: str | Path) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------------------- service
+
+
+class _ClosingError(Exception):
+    """The server is being closed; the client is told like one that comes later."""
 
 
 class _Calls:
@@ -420,7 +425,7 @@ class _Calls:
                 if is_last:
                     raise WaitTimeout(str(error).replace(f"waited {turn_s:g} s", f"waited {wait_s:g} s")) from error
             if self.closing.is_set():
-                raise StoreError("the server is closing")
+                raise _ClosingError
             if not is_wanted():
                 raise StoreError("the client is gone")
 
@@ -499,11 +504,13 @@ def _service() -> Any:
                 name = arguments.pop("call")
                 caller = context.get_middleware("access").client
                 if self.closing.is_set():
-                    raise StoreError("the server is closing")
+                    raise _ClosingError
                 with self._clients.calling(caller) as client:
                     yield name, arguments, client
             except flight.FlightError:
                 raise
+            except _ClosingError:
+                raise flight.FlightUnavailableError("it is closing") from None
             except Exception as error:
                 raise flight.FlightServerError(*wire.to_failure(name, error)) from error
 

@@ -477,4 +477,4 @@ def _names(columns: Sequence[str] | None) -> list[str] | None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return (str(error).splitlines() or [type(error).__name__])[0].partition(". Detail:")[0][:300]

@@ -547,6 +547,30 @@ def test_a_process_that_serves_may_end_without_closing(table: Any) -> None:
         child.stdout.close()
 
 
+def test_a_server_that_is_killed_leaves_its_claims_to_others() -> None:
+    code = (
+        "import sys, time\nfrom flowrl.store.flight import serve\nfrom flowrl.store.table import ExperienceTable\n"
+        "server = serve(ExperienceTable.open(sys.argv[1]))\nprint(server.uri, server.token, flush=True)\ntime.sleep(60)\n"
+    )
+    with ExperienceTable() as table:
+        table.append(rows(4))
+        child = subprocess.Popen([sys.executable, "-c", code, table.name], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        try:
+            uri, token = child.stdout.readline().split()
+            remote = RemoteTable(uri, token, timeout_s=10)
+            remote.append(rows(1, 4))
+            claim = remote.claim("trainer", 3)
+            assert claim.numbers.tolist() == [0, 1, 2]
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait(20)
+            child.stdout.close()
+        assert table.claim("trainer", 9, at_least=5, wait_s=20).numbers.tolist() == [0, 1, 2, 3, 4]
+        with pytest.raises(StoreError, match=f"'done' of the table at {uri} failed: the server is gone"):
+            claim.done()
+
+
 def test_a_server_that_closes_ends_the_waits_of_claims(table: Any) -> None:
     table.append(rows(1))
     server = serve(table)
