@@ -320,7 +320,7 @@ def _is_table(path: Path) -> bool:
 
 
 def _in_memory() -> list[str]:
-    from flowrl.store.arena import shm_folder
+    from flowrl.store.folders import shm_folder
 
     folder = shm_folder()
     return sorted(path.name for path in folder.glob("*") if _is_table(path)) if folder.is_dir() else []
