@@ -64,6 +64,7 @@ _PLACE = 2  # in 8-byte words
 _NEVER = -1
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
 _live: weakref.WeakSet[CommitLog | LocalLog] = weakref.WeakSet()
 
 
@@ -395,7 +396,7 @@ class CommitLog:
             first = at - start + 8
             text = data[first : first + length]
             if length and len(text) == length and crc32(text, length) == crc:
-                records.extend(json.loads(text))
+                records.extend(_decode(text.decode())[0])
                 at += 8 + (length + 7 & ~7)
                 continue
             if tries < 3:  # see the note on atomic commits
@@ -667,16 +668,17 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _system_call() -> Any:
+def _system_call(*arguments: Any) -> Any:
     call = ctypes.CDLL(None).syscall
-    call.restype = ctypes.c_long
-    call.argtypes = (
-        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32
-    )  # fmt: skip
+    call.restype, call.argtypes = (
+        ctypes.c_long,
+        (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *arguments),
+    )
     return call
 
 
-_call = _system_call() if _FUTEX is not None else None
+_call = None if _FUTEX is None else _system_call(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+_call_to_wake = None if _FUTEX is None else _system_call()
 
 
 def _sleep(address: int, value: int, timeout_s: float) -> None:
@@ -690,8 +692,8 @@ def _sleep(address: int, value: int, timeout_s: float) -> None:
 
 def _wake(address: int) -> None:
     """Wake everybody who sleeps on the word at `address`, in any process."""
-    if _call is not None:
-        _call(_FUTEX, address, _FUTEX_WAKE, _EVERYONE, None, None, 0)
+    if _call_to_wake is not None:
+        _call_to_wake(_FUTEX, address, _FUTEX_WAKE, _EVERYONE)
 
 
 def _in_child() -> None:
