@@ -281,8 +281,10 @@ class _naming(contextlib.AbstractContextManager[None]):
         self._path = path
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, MissingExtra | MemoryError) or not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, MissingExtra):
             return
+        if isinstance(error, MemoryError) and not isinstance(error, pa.ArrowException):
+            return  # Arrow's own is a length that was damaged to something enormous
         if isinstance(error, StoreError) and str(self._path) in str(error):
             return
         if isinstance(error, FileNotFoundError):
@@ -317,6 +319,8 @@ class _Head:
 
     @classmethod
     def read(cls, path: Path, file: pa.MemoryMappedFile) -> _Head:
+        if file.size() < len(_END) or file.read_at(len(_END), file.size() - len(_END)) != _END:
+            raise StoreError("it has no end")
         with pa.ipc.open_stream(file) as reader:
             schema = reader.schema
         found = (schema.metadata or {}).get(KEY)
