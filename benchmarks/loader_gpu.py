@@ -15,40 +15,12 @@ import numpy as np
 import torch
 
 from benchmarks.common import median, table
-from flowrl.schema import PROMPT, SAMPLE, TOKEN, Ragged
+from benchmarks.loader import rows_of
 from flowrl.store.kernels import choose
 from flowrl.store.loader import Loader
-from flowrl.store.rows import RowBatch
 
 TARGET = 0.8
 ROUNDS = 7
-
-
-def rows_of(count: int, width: int) -> RowBatch:
-    """Rows like those of a distillation: ids, mask and log-probs, and `width` top logits in fp16, for each token."""
-    draw = np.random.default_rng(0)
-    lengths = np.clip(draw.lognormal(np.log(448), 0.75, count), 32, 2048).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    prompts = np.concatenate([[0], np.cumsum(draw.integers(128, 513, count))])
-    total = int(offsets[-1])
-    columns: dict[str, Any] = {
-        "prompt_ids": Ragged(draw.integers(0, 32000, prompts[-1]).astype(np.int32), prompts),
-        "response_ids": Ragged(draw.integers(0, 32000, total).astype(np.int32), offsets),
-        "loss_mask": Ragged(draw.random(total) < 0.9, offsets),
-        "logprobs": Ragged(draw.random(total, dtype=np.float32), offsets),
-        "ref_logprobs": Ragged(draw.random(total, dtype=np.float32), offsets),
-        "reward": draw.random(count, dtype=np.float32),
-    }
-    types = {
-        "prompt_ids": PROMPT.i32["*"], "response_ids": TOKEN.i32, "loss_mask": TOKEN.bool, "logprobs": TOKEN.f32,
-        "ref_logprobs": TOKEN.f32, "reward": SAMPLE.f32,
-    }  # fmt: skip
-    if width:
-        columns["teacher_logits"] = Ragged(
-            draw.standard_normal((total, width), dtype=np.float32).astype(np.float16), offsets
-        )
-        types["teacher_logits"] = TOKEN.f16[width]
-    return RowBatch(columns, types)
 
 
 def bandwidth(nbytes: int) -> float:
@@ -78,6 +50,10 @@ def copy_times(loader: Loader) -> list[tuple[int, float]]:
     def timed(arrays: Any, block: Any, nbytes: int) -> Any:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = carrier._stream or torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(
+                1_000_000
+            )  # all of it is asked for before the device begins: no time of Python is counted
         first.record(stream)
         made = ship(arrays, block, nbytes)
         last.record(stream)

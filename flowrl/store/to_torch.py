@@ -115,25 +115,32 @@ class CudaCarrier:
             return batch
         stream = self._stream or torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            buffer.copy_(torch.from_numpy(block[:nbytes]), non_blocking=self._is_pinned)
+            # whole multiples of 64 bytes, so that all of it can be seen as any dtype
+            buffer = torch.empty(-(-nbytes // 64) * 64, dtype=torch.uint8, device=self._device)
+            buffer[:nbytes].copy_(torch.from_numpy(block[:nbytes]), non_blocking=self._is_pinned)
             if isinstance(self.pool, _PinnedPool):
                 self.pool.is_read_until(block, stream.record_event(torch.cuda.Event(blocking=True)))
             if self._stream is not None:
                 batch.copied = stream.record_event()
-            base = block.__array_interface__["data"][0]
-            for name, array in arrays.items():
-                batch[name] = self._view(buffer, array, array.__array_interface__["data"][0] - base)
+        base = block.__array_interface__["data"][0]
+        seen: dict[np.dtype[Any], torch.Tensor] = {}
+        for name, array in arrays.items():
+            dtype, size = array.dtype, array.itemsize
+            typed = seen.get(dtype)
+            if typed is None:
+                typed = seen[dtype] = buffer.view(self._dtype(dtype))
+            offset = array.__array_interface__["data"][0] - base
+            batch[name] = typed.as_strided(array.shape, [step // size for step in array.strides], offset // size)
         batch.buffer = buffer
         return batch
 
-    def _view(self, buffer: torch.Tensor, array: np.ndarray, offset: int) -> torch.Tensor:
+    def _dtype(self, dtype: np.dtype[Any]) -> torch.dtype:
         import torch
 
-        dtype = self._dtypes.get(array.dtype)
-        if dtype is None:
-            dtype = self._dtypes[array.dtype] = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return buffer[offset : offset + array.nbytes].view(dtype).view(array.shape)
+        found = self._dtypes.get(dtype)
+        if found is None:
+            found = self._dtypes[dtype] = torch.from_numpy(np.empty(0, dtype)).dtype
+        return found
 
     def receive(self, batch: Staged) -> Staged:
         if isinstance(batch, _Moved) and batch.copied is not None:
