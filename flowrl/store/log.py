@@ -21,13 +21,10 @@ killed between the two wakes nobody, so nobody sleeps longer than LONGEST_SLEEP_
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
-import math
 import mmap
 import os
-import platform
 import struct
 import threading
 import time
@@ -41,6 +38,7 @@ from zlib import crc32
 import numpy as np
 
 from flowrl.errors import StoreError, WaitTimeout
+from flowrl.store import futex
 
 Record = dict[str, Any]
 
@@ -166,7 +164,7 @@ class CommitLog:
             self._closed = True
             self._seen = _NEVER
             self._files.close()
-        _wake(self._bell)
+        futex.wake(self._bell)
 
     def sync(self) -> None:
         """Wait until the disk has everything committed so far. Nothing to do in shared memory."""
@@ -338,7 +336,7 @@ class CommitLog:
                 fcntl.flock(self._files.lock, fcntl.LOCK_UN)
         self._threads.release()
         if ring:
-            _wake(self._bell)
+            futex.wake(self._bell)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -456,7 +454,7 @@ class CommitLog:
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return False
-            _sleep(self._bell, bell, min(left, LONGEST_SLEEP_S))
+            futex.sleep(self._bell, bell, min(left, LONGEST_SLEEP_S))
 
     def _in_child(self) -> None:
         self._epoch += 1
@@ -655,45 +653,6 @@ def _free(folder: Path) -> int:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):.2f} MiB"
-
-
-# ------------------------------------------------------------------------------------------------------------- waiting
-
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYONE = 0x7FFFFFFF
-
-
-class _TimeSpec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-def _system_call(*arguments: Any) -> Any:
-    call = ctypes.CDLL(None).syscall
-    call.restype, call.argtypes = (
-        ctypes.c_long,
-        (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *arguments),
-    )
-    return call
-
-
-_call = None if _FUTEX is None else _system_call(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
-_call_to_wake = None if _FUTEX is None else _system_call()
-
-
-def _sleep(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the word at `address` is `value`, until woken or the time is over; returns at once when it differs."""
-    if _call is None:
-        time.sleep(50e-6)
-        return
-    fraction, whole = math.modf(timeout_s)
-    _call(_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(_TimeSpec(int(whole), int(fraction * 1e9))), None, 0)
-
-
-def _wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at `address`, in any process."""
-    if _call_to_wake is not None:
-        _call_to_wake(_FUTEX, address, _FUTEX_WAKE, _EVERYONE)
 
 
 def _in_child() -> None:

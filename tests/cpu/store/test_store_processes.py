@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import StoreError, WaitTimeout
-from flowrl.store import folders, log as log_module
+from flowrl.store import folders, futex, log as log_module
 from flowrl.store.arena import Arenas, Mapped, new_folder, reclaim_orphans
 from flowrl.store.log import CommitLog
 from flowrl.store.presence import Presence
@@ -233,7 +233,8 @@ def test_a_wait_ends_in_time(folder: Path) -> None:
 
 
 def test_waiting_works_where_the_system_has_no_such_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "_call", None)
+    monkeypatch.setattr(futex, "_call", None)
+    monkeypatch.setattr(futex, "_call_to_wake", None)
     log = CommitLog.create(folder)
     assert not log.wait(log.sequence, 0.01)
     seen = log.sequence

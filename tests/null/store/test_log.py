@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flowrl.errors import StoreError, WaitTimeout
-from flowrl.store import log as log_module
+from flowrl.store import futex, log as log_module
 from flowrl.store.log import CommitLog, LocalLog
 
 
@@ -324,7 +324,7 @@ def test_closing_ends_a_wait_and_what_comes_after_is_an_error(tmp_path: Path, mo
         assert started.wait(10)
         while thread.is_alive():  # closing may come before it sleeps, then it is for the wait to see
             log.close()
-            log_module._wake(log._bell) if isinstance(log, CommitLog) else None
+            futex.wake(log._bell) if isinstance(log, CommitLog) else None
             thread.join(0.01)
         assert answers == [False]
         with pytest.raises(StoreError, match="closed"), log.transaction(0):
