@@ -20,19 +20,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
 
 from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
-from flowrl.schema.columns import Column, TableSchema
+from flowrl.schema.columns import Column, TableSchema, nearest
 from flowrl.schema.types import ColumnType
 from flowrl.store import wire
 from flowrl.store.columns import to_stored
 from flowrl.store.interop import to_arrow
-from flowrl.store.loader import packed, padded
+from flowrl.store.loader import LAYOUTS, packed, padded
 from flowrl.store.rows import RowBatch
+
+if TYPE_CHECKING:
+    from flowrl.store.loader import Batch
 
 TIMEOUT_S = 60.0
 """For one call, unless the table says otherwise."""
@@ -238,6 +241,41 @@ class RemoteTable:
             self._let_go()
             return None
         return RemoteClaim(self, node, token, np.asarray(reply["numbers"], np.int64), parts)
+
+    def stream(
+        self,
+        node: str,
+        batch_rows: int = 32,
+        *,
+        columns: Sequence[str] | None = None,
+        layout: str = "padded",
+        pad_multiple: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        **options: Any,
+    ) -> Iterator[Batch]:
+        """Batches of rows as they come, until the table is finished and used up; see `ExperienceTable.stream`."""
+        if layout not in LAYOUTS:
+            raise ConfigError(
+                f"a layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}"
+            )
+        return self._streamed(node, batch_rows, columns, layout, pad_multiple, timeout_s, options)
+
+    def _streamed(
+        self, node: str, batch_rows: int, columns: Sequence[str] | None, layout: str, pad_multiple: int, timeout_s: float,
+        options: Mapping[str, Any],
+    ) -> Iterator[Batch]:  # fmt: skip
+        claim: RemoteClaim | None = None
+        try:
+            while (claim := self.claim(node, batch_rows, columns, wait_s=timeout_s, **options)) is not None:
+                if layout == "padded":
+                    yield claim.padded(multiple=pad_multiple)
+                else:
+                    yield claim.packed() if layout == "packed" else claim.batch()
+                claim.done()  # the next batch was asked for
+        finally:
+            if claim is not None and claim.is_open:
+                with suppress(FlowError):  # what ended the loop says more
+                    claim.release()
 
     # --------------------------------------------------------------------------------------------------------- calls
 

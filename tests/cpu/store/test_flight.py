@@ -431,6 +431,30 @@ def test_layouts_of_a_claim(remote: RemoteTable, table: Any) -> None:
     assert claim.packed()["cu_seqlens"].tolist() == [0, 2, 4]
 
 
+@pytest.mark.parametrize("layout", ["rows", "padded", "packed"])
+def test_a_stream_is_that_of_the_table(remote: RemoteTable, table: Any, layout: str) -> None:
+    table.append(rows(7))
+    table.finish()
+    here = list(table.stream("here", 3, columns=["response_ids"], layout=layout))
+    there = list(remote.stream("there", 3, columns=["response_ids"], layout=layout))
+    assert len(here) == len(there) == 3
+    for a, b in zip(here, there, strict=True):
+        assert list(a.keys() if isinstance(a, dict) else a.names) == list(b.keys() if isinstance(b, dict) else b.names)
+        assert all(np.array_equal(a[name], b[name]) for name in b) if isinstance(b, dict) else a == b
+
+
+def test_a_stream_left_early_gives_the_last_batch_back(remote: RemoteTable, table: Any) -> None:
+    table.append(rows(7))
+    for number, _ in enumerate(remote.stream("trainer", 2, timeout_s=10)):
+        if number == 1:
+            break
+    assert table.claim("trainer", 9, wait_s=10).numbers.tolist() == [2, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match="a layout is one of .*found 'paded'; did you mean 'padded'"):
+        remote.stream("trainer", layout="paded")
+    with pytest.raises(WaitTimeout, match="waited 0.3 s for 1 rows for node 'trainer'"):
+        next(remote.stream("trainer", timeout_s=0.3))
+
+
 def test_a_claim_waits_for_rows(remote: RemoteTable, table: Any) -> None:
     table.append(rows(1))
     remote.claim("trainer", 1).done()
