@@ -51,8 +51,10 @@ class Backing:
         found held, and the pin is left for the next use to take back."""
         self._waiting: dict[int, Block] = {}
         """Retired blocks of ours that somebody may still read."""
-        self.files: Path | None = None
-        """The table's folder, of a process that removes files."""
+        self.folder: Path | None = None
+        """The table's own, where its files are; None for a table in memory only."""
+        self.removes_files = False
+        """Whether this process removes the files of rows that are gone."""
         self._files: dict[int, list[Path]] = {}
         """Files of retired segments that somebody may still read."""
         self._counter = 0
@@ -138,8 +140,8 @@ class Backing:
         for segment in retired:
             if segment.tier != DISK and own is not None and str(segment.place[0]).startswith(own):
                 self._waiting[segment.uid] = Block(*segment.place)
-            elif segment.tier == DISK and self.files is not None:
-                self._files[segment.uid] = [self.files / str(name) for name in segment.place]
+            elif segment.tier == DISK and self.folder is not None and self.removes_files:
+                self._files[segment.uid] = [self.folder / str(name) for name in segment.place]
         if self._files:
             self.recycle()
 

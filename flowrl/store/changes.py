@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -448,7 +447,7 @@ def evict(backing: Backing, pairs: Pairs, timeout_s: float) -> int:
 # ---------------------------------------------------------------------------------------------------------------- saving
 
 
-def state(backing: Backing, files: Path | None) -> dict[str, Any]:
+def state(backing: Backing) -> dict[str, Any]:
     """Rows and counters, enough for `restore`. In a transaction."""
     catalog = backing.catalog
     pairs = catalog.alive.pairs()
@@ -457,10 +456,10 @@ def state(backing: Backing, files: Path | None) -> dict[str, Any]:
     filled = {}
     for name in partial:
         there = [pair for a, b in pairs for pair in catalog.columns[name].ready.clip(a, b)]
-        filled[name] = [there, View.of(backing, there, [name], files).batch().to_ipc()]
+        filled[name] = [there, View.of(backing, there, [name]).batch().to_ipc()]
     starts = [g for g in catalog.groups if g in catalog.alive]
     return {
-        "rows": View.of(backing, pairs, whole, files).batch().to_ipc() if catalog.columns else None,
+        "rows": View.of(backing, pairs, whole).batch().to_ipc() if catalog.columns else None,
         "numbers": pairs,
         "later": [n for n, c in catalog.columns.items() if not c.required],
         "filled": filled,

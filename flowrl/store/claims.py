@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -106,7 +106,6 @@ def claim(
     whole_groups: bool,
     at_least: int,
     wait_s: float,
-    files: Any,
 ) -> Claim | None:
     """See `ExperienceTable.claim`."""
     for name, value in (("rows", rows), ("at_least", at_least)):
@@ -116,7 +115,7 @@ def claim(
         raise ConfigError(f"claim was asked for at least {at_least} and at most {rows} rows; lower at_least")
     until = time.monotonic() + wait_s
     while True:
-        found = _try(backing, node, rows, columns, whole_groups, at_least, files)
+        found = _try(backing, node, rows, columns, whole_groups, at_least)
         if isinstance(found, Claim):
             return found
         seen, is_over = found
@@ -129,9 +128,8 @@ def claim(
 
 
 def _try(
-    backing: Backing, node: str, rows: int, columns: Sequence[str] | str | None, whole_groups: bool, at_least: int,
-    files: Any,
-) -> Claim | tuple[int, bool]:  # fmt: skip
+    backing: Backing, node: str, rows: int, columns: Sequence[str] | str | None, whole_groups: bool, at_least: int
+    ,) -> Claim | tuple[int, bool]:  # fmt: skip
     """A claim; or the sequence the table was looked at, and whether nothing can come any more."""
     with backing.transaction() as catalog:
         if not catalog.columns:  # no row has come yet, so nobody knows the columns
@@ -152,7 +150,7 @@ def _try(
                 backing.commit({"kind": "node", "node": node})
             others = node in catalog.nodes and bool(catalog.nodes[node].open)
             return backing.log.sequence, catalog.finished and not others and not _is_awaited(backing, node)
-        view = View.of(backing, pairs, names, files)
+        view = View.of(backing, pairs, names)
         token = f"{backing.new_uid():x}"
         slot = 0 if backing.presence is None else backing.presence.slot
         backing.commit({"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs})

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -63,16 +63,16 @@ class Part:
 class View:
     """Rows of a table; a `RowSource` for the loader. Row i is the i-th of them, oldest first."""
 
-    def __init__(self, parts: Sequence[Part], types: Mapping[str, ColumnType], files: Any = None) -> None:
+    def __init__(self, parts: Sequence[Part], types: Mapping[str, ColumnType], folder: Path | None = None) -> None:
         self.parts = list(parts)
         self._types = dict(types)
-        self._files = files
+        self._folder = folder
         self._starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
         self._decoded: dict[tuple[int, tuple[str, ...]], RowBatch] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, backing: Backing, pairs: Pairs, columns: Sequence[str], files: Any = None) -> View:
+    def of(cls, backing: Backing, pairs: Pairs, columns: Sequence[str]) -> View:
         """In a transaction. Errors: DataError for rows that do not have one of the columns yet."""
         catalog = backing.catalog
         for name in columns:
@@ -82,7 +82,7 @@ class View:
         for start, stop in pairs:
             for first, end in catalog.chunk_ranges(start, stop):
                 parts += _parts(backing, max(start, first), min(stop, end), columns)
-        return cls(parts, {name: catalog.columns[name].type for name in columns}, files)
+        return cls(parts, {name: catalog.columns[name].type for name in columns}, backing.folder)
 
     # ---------------------------------------------------------------------------------------------- as a row source
 
@@ -212,7 +212,7 @@ class View:
             if not wanted:
                 continue
             segment = source.segment
-            values, kinds = _values(source, wanted, self._files)
+            values, kinds = _values(source, wanted, self._folder)
             whole = RowBatch._of(values, kinds, segment.rows)
             if len(part) != segment.rows:
                 whole = whole.slice(part.start - segment.first, part.stop - segment.first)
@@ -280,13 +280,15 @@ def _layout(segment: Segment, name: str) -> layouts.ColumnLayout:
     return next(found for found in parsed_layouts(segment) if found.name == name)
 
 
-def _values(source: Source, names: Sequence[str], files: Any) -> tuple[dict[str, Values], dict[str, ColumnType]]:
+def _values(
+    source: Source, names: Sequence[str], folder: Path | None
+) -> tuple[dict[str, Values], dict[str, ColumnType]]:
     """Columns of a segment and the types they were stored with."""
     segment = source.segment
     found = {one.name: one for one in parsed_layouts(segment)}
     kinds = {name: found[name].type for name in names}
-    if segment.tier == DISK:
-        return read_segment([files / name for name in segment.place], names), kinds
+    if segment.tier == DISK and folder is not None:
+        return read_segment([folder / name for name in segment.place], names), kinds
     cache: dict[int, np.ndarray] = {}
     values = {name: layouts.decode(found[name], source.root, segment.rows, offsets_cache=cache) for name in names}
     return values, kinds

@@ -144,6 +144,7 @@ class ExperienceTable:
         self.chunk_rows: int = settings["chunk_rows"]
         self.keep_together: str | None = settings["keep_together"]
         self.timeout_s: float = settings["timeout_s"]
+        self._backing.folder = self._path
         self._bounds = changes.Bounds(
             settings["max_rows"],
             settings["max_bytes"],
@@ -157,7 +158,7 @@ class ExperienceTable:
         self._writing = threading.Lock()
         """Appends of one process follow each other; those of several are ordered by the log."""
         if self._path is not None and not readonly:
-            self._backing.files = self._path
+            self._backing.removes_files = True
         self._end = weakref.finalize(self, _leave, self._backing, self._mover, opened, readonly, os.getpid())
 
     # ------------------------------------------------------------------------------------------------- looking at it
@@ -343,7 +344,7 @@ class ExperienceTable:
             names = check_columns(catalog, columns)
             pairs = catalog.alive.pairs() if pairs is None else pairs
             bounds = list(dict.fromkeys(c for a, b in pairs for c in catalog.chunk_ranges(a, b)))
-            view = View.of(self._backing, pairs, names, self._path)
+            view = View.of(self._backing, pairs, names)
             if self._by_use and bounds and not self.readonly:
                 self._backing.commit({"kind": "touch", "chunks": [first for first, _ in bounds]})
         return view, bounds
@@ -475,7 +476,6 @@ class ExperienceTable:
             whole_groups=whole_groups,
             at_least=at_least,
             wait_s=wait_s,
-            files=self._path,
         )
 
     def stream(
@@ -535,7 +535,7 @@ class ExperienceTable:
     def state(self) -> dict[str, Any]:
         """Rows and counters, enough for `restore`; plain values and bytes."""
         with self._backing.transaction(self.timeout_s):
-            return changes.state(self._backing, self._path)
+            return changes.state(self._backing)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become the table that `state` was taken from; what was here is gone."""
