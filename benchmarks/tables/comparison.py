@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,10 @@ def hand_over(measured: Measured, workload: Workload, plan: Plan) -> None:
 
 
 def _thousands(values: Sequence[float]) -> str:
-    return f"{median(values) / 1000:.3g}k ({min(values) / 1000:.3g}-{max(values) / 1000:.3g})"
+    middle, least, most = (f"{value / 1000:.3g}" if value < 1e6 else f"{value / 1000:.0f}" for value in (
+        median(values), min(values), max(values)
+    ))  # fmt: skip
+    return f"{middle}k ({least}-{most})"
 
 
 # -------------------------------------------------------------------------------------------------------- rows 5-7 and 11
@@ -365,7 +369,11 @@ PARTS = ("handoff", "read", "bytes", "groups", "stall", "kill")
 
 def about(workload: Workload) -> str:
     found = statistics(workload)
-    return table(["rows", "this run"], [[name, f"{value:,.3g}"] for name, value in found.items()])
+    return table(["rows", "this run"], [[name, _shown(value)] for name, value in found.items()])
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -411,6 +419,9 @@ def main(argv: list[str]) -> int:
     if not plan.anchors:
         left_out = "--quick" if args.quick else f"not installed: {', '.join(absent)}"
         measured.tables.insert(0, f"Other stores were left out ({left_out}); see --prepare.")
+    else:
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in environment.DISTRIBUTIONS)
+        measured.tables.append(f"Other stores: {versions}. dm-reverb is left out: it imports tensorflow.")
     for kernel in KERNELS:
         rows = [target.row(measured.figures[kernel], compiled=kernel == "numba") for target in TARGETS]
         measured.tables.append(f"Targets, {kernel} path\n\n{table(HEADER, rows)}")

@@ -16,6 +16,10 @@ REQUIREMENTS = ROOT / "requirements" / "anchors.txt"
 INSTALL_TIMEOUT_S = 3600
 ANCHORS = ("transfer_queue", "ray", "datasets", "tensordict", "torchrl", "cpprb", "lance")
 """Modules; the rest of the comparison needs none of them."""
+DISTRIBUTIONS = (
+    "TransferQueue", "ray", "datasets", "tensordict", "torchrl", "cpprb", "pylance", "pyarrow", "numba", "blosc2",
+)  # fmt: skip
+"""What a reader needs the versions of."""
 
 
 def missing() -> list[str]:

@@ -9,6 +9,8 @@ from benchmarks.tables.anchors import arrow_files, memory, pipes
 from benchmarks.tables.ours import TableStore
 from benchmarks.tables.targets import TARGETS, Target
 
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
 TINY = made.Size(prompts=8, logit_rows=16, vocabulary=512, corpus_bytes=200_000)
 
 
