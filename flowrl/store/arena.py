@@ -86,6 +86,11 @@ class Arenas:
         """Arena and first byte of a block that is in use to its bytes."""
         self._used_bytes = self._reserved_bytes = 0
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block of so many bytes can be had without new memory."""
+        with self._lock:
+            return bool(self._sizes) and self._sizes[-1][0] >= nbytes
+
     def allocate(self, nbytes: int) -> Block:
         """A block of at least that many bytes: the smallest free stretch that holds it, or else new memory.
 

@@ -29,6 +29,9 @@ from flowrl.store.presence import LocalPresence, Presence
 COMPACT_BYTES = 4 << 20
 """A log is rewritten as one snapshot when it has grown by this much, or by twice the last snapshot."""
 
+RECYCLE_BYTES = 4 << 20
+"""Retired bytes after which it is looked who still reads them, which costs a look into every process's list."""
+
 
 class Backing:
     """The parts of one attached process, and the rules between them."""
@@ -51,8 +54,10 @@ class Backing:
         found held, and the pin is left for the next use to take back."""
         self._waiting: dict[int, Block] = {}
         """Retired blocks of ours that somebody may still read."""
+        self._waiting_bytes = 0
         self.folder: Path | None = None
         """The table's own, where its files are; None for a table in memory only."""
+        self.readonly = False
         self.removes_files = False
         """Whether this process removes the files of rows that are gone."""
         self._files: dict[int, list[Path]] = {}
@@ -74,8 +79,17 @@ class Backing:
 
     @contextmanager
     def transaction(self, timeout_s: float = 30.0) -> Iterator[Catalog]:
-        """The catalog as of now, with nobody else changing it until the end."""
+        """The catalog as of now, with nobody else changing it until the end.
+
+        A table that is opened to be read only has no part in the locking: its catalog stays as it is, and rows that a writer
+        drops meanwhile may be overwritten unless this process could announce what it reads.
+        """
         self.check_open()
+        if self.readonly:
+            with self.mutex:
+                self.replay()
+                yield self.catalog
+            return
         with self.log.transaction(timeout_s):
             self.replay()
             yield self.catalog
@@ -104,7 +118,8 @@ class Backing:
         """A block of ours and its bytes to write. Errors: StoreError when there is no memory for it."""
         assert self.arenas is not None
         with self.mutex:
-            self.recycle()
+            if self._waiting and (self._waiting_bytes > RECYCLE_BYTES or not self.arenas.fits(nbytes)):
+                self.recycle()
             block = self.arenas.allocate(nbytes)
             return block, self.arenas.write(block)
 
@@ -127,19 +142,23 @@ class Backing:
                 for file in self._files.pop(uid):
                     file.unlink(missing_ok=True)
             for uid in [uid for uid in self._waiting if uid not in pinned]:
-                self.arenas.free(self._waiting.pop(uid))
+                block = self._waiting.pop(uid)
+                self._waiting_bytes -= block.nbytes
+                self.arenas.free(block)
 
     @property
     def pinned_bytes(self) -> int:
         """Of our retired blocks that somebody still reads."""
         with self.mutex:
-            return sum(block.nbytes for block in self._waiting.values())
+            return self._waiting_bytes
 
     def _sort_out(self, retired: Sequence[Segment]) -> None:
         own = None if self.presence is None else f"arena-{self.presence.slot}-"
         for segment in retired:
             if segment.tier != DISK and own is not None and str(segment.place[0]).startswith(own):
-                self._waiting[segment.uid] = Block(*segment.place)
+                block = Block(*segment.place)
+                self._waiting[segment.uid] = block
+                self._waiting_bytes += block.nbytes
             elif segment.tier == DISK and self.folder is not None and self.removes_files:
                 self._files[segment.uid] = [self.folder / str(name) for name in segment.place]
         if self._files:

@@ -78,17 +78,14 @@ class Segment:
 
 
 @dataclass(slots=True)
-class ColumnState:
-    """A column, and which rows have it."""
+class Family:
+    """Segments of the same columns, by their first row. Rows that were appended together are one family."""
 
-    type: ColumnType
-    required: bool = True
-    """Whether rows must bring it when they are appended; false for a column that is filled later."""
-    doc: str = ""
+    names: tuple[str, ...]
     ready: RowSet = field(default_factory=RowSet)
+    """Rows that some segment of the family has; of evicted rows, perhaps."""
     firsts: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    """By their first row."""
 
     def put(self, segment: Segment) -> None:
         if not self.firsts or segment.first > self.firsts[-1]:
@@ -114,6 +111,33 @@ class ColumnState:
 
 
 @dataclass(slots=True)
+class ColumnState:
+    """A column, and which rows have it."""
+
+    type: ColumnType
+    required: bool = True
+    """Whether rows must bring it when they are appended; false for a column that is filled later."""
+    doc: str = ""
+    families: list[Family] = field(default_factory=list)
+    """Those with the column; one, unless it came in different company."""
+
+    @property
+    def ready(self) -> RowSet:
+        """Rows that have the column. Not to be changed."""
+        if len(self.families) == 1:
+            return self.families[0].ready
+        return RowSet(pair for family in self.families for pair in family.ready)
+
+    def between(self, start: int, stop: int) -> list[Segment]:
+        """Segments that hold the column of any row from `start` to `stop`, in order."""
+        if len(self.families) == 1:
+            return self.families[0].between(start, stop)
+        return sorted(
+            (s for family in self.families for s in family.between(start, stop)), key=lambda segment: segment.first
+        )
+
+
+@dataclass(slots=True)
 class NodeState:
     """What the consumers of one node have done."""
 
@@ -130,6 +154,9 @@ class Catalog:
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.columns: dict[str, ColumnState] = {}
+        self.columns_version = 0
+        """Grows when a column comes or changes."""
+        self.families: dict[tuple[str, ...], Family] = {}
         self.appended = 0
         self.evicted = 0
         self.lost = 0
@@ -175,6 +202,7 @@ class Catalog:
             else:
                 known.type, known.required = ColumnType.parse(kind), required
         self.version += 1
+        self.columns_version += 1
 
     def _apply_append(self, record: Record) -> None:
         first, rows = record["first"], record["rows"]
@@ -216,8 +244,15 @@ class Catalog:
 
     def _apply_done(self, record: Record) -> None:
         node = self.nodes[record["node"]]
-        _, rows = node.open.pop(record["token"], (0, []))
-        node.done.update(rows)
+        slot, rows = node.open.pop(record["token"], (0, []))
+        if "rows" not in record:
+            node.done.update(rows)
+            return
+        node.done.update(record["rows"])  # a part of the claim; the rest stays claimed
+        left = RowSet(rows)
+        left.difference_update(record["rows"])
+        if left:
+            node.open[record["token"]] = (slot, left.pairs())
 
     def _apply_release(self, record: Record) -> None:
         node = self.nodes[record["node"]]
@@ -242,8 +277,7 @@ class Catalog:
         segment = self.segments.get(record["uid"])
         if segment is None or segment.tier != HOT:
             return
-        for name in segment.names:
-            self.columns[name].drop(segment)
+        self.families[segment.names].drop(segment)
         del self.segments[segment.uid], self.tiers[HOT][segment.uid]
         self.bytes[HOT] -= segment.stored_bytes
         self.raw_bytes -= segment.raw_bytes
@@ -262,8 +296,7 @@ class Catalog:
                 self.lost += gone
                 self._evict(segment.first, segment.stop)
             else:  # a column that came later: the rows are still there, without it
-                for name in segment.names:
-                    self.columns[name].ready.remove(segment.first, segment.stop)
+                self.families[segment.names].ready.remove(segment.first, segment.stop)
                 self._retire(segment)
         self.version += 1
 
@@ -272,15 +305,18 @@ class Catalog:
         self.tiers[segment.tier][segment.uid] = segment
         self.bytes[segment.tier] += segment.stored_bytes
         self.raw_bytes += segment.raw_bytes
-        for name in segment.names:
-            self.columns[name].put(segment)
+        family = self.families.get(segment.names)
+        if family is None:
+            family = self.families[segment.names] = Family(segment.names)
+            for name in segment.names:
+                self.columns[name].families.append(family)
+        family.put(segment)
 
     def _retire(self, segment: Segment) -> None:
         del self.segments[segment.uid], self.tiers[segment.tier][segment.uid]
         self.bytes[segment.tier] -= segment.stored_bytes
         self.raw_bytes -= segment.raw_bytes
-        for name in segment.names:
-            self.columns[name].drop(segment)
+        self.families[segment.names].drop(segment)
         self.retired.append(segment)
 
     def _evict(self, start: int, stop: int) -> None:
@@ -289,9 +325,9 @@ class Catalog:
             return
         self.alive.remove(start, stop)
         self.evicted += gone
-        for column in self.columns.values():
-            for segment in column.between(start, stop):
-                if not self.alive.meets(segment.first, segment.stop) and segment.uid in self.segments:
+        for family in self.families.values():
+            for segment in family.between(start, stop):
+                if not self.alive.meets(segment.first, segment.stop):
                     self._retire(segment)
         for index in range(bisect_right(self.chunks, start) - 1, bisect_left(self.chunks, stop)):
             # the newest chunk stays, because it may still grow
@@ -312,8 +348,8 @@ class Catalog:
         for node in self.nodes.values():
             node.taken.remove(0, limit)
             node.done.remove(0, limit)
-        for column in self.columns.values():
-            column.ready.remove(0, limit)
+        for family in self.families.values():
+            family.ready.remove(0, limit)
 
     # ------------------------------------------------------------------------------------------------------ asking
 
@@ -370,6 +406,8 @@ class Catalog:
             if not self.nodes:
                 return []
             within += [node.done for node in self.nodes.values()]
+        if not self.groups and self.settings.get("eviction") != "lru":
+            return first_of(count, within, [claimed])
         found = RowSet()
         for start, stop in self._in_order_of_eviction():
             for a, b in common([RowSet([(start, stop)]), *within], [claimed]):
@@ -421,8 +459,7 @@ class Catalog:
 
     def between(self, start: int, stop: int) -> list[Segment]:
         """All segments with any row from `start` to `stop`."""
-        found = {s.uid: s for column in self.columns.values() for s in column.between(start, stop)}
-        return list(found.values())
+        return [segment for family in self.families.values() for segment in family.between(start, stop)]
 
     def missing(self, column: str, start: int, stop: int) -> Pairs:
         """Rows from `start` to `stop` that are here and lack the column."""
@@ -433,7 +470,7 @@ class Catalog:
     def snapshot(self) -> Record:
         return {
             "settings": self.settings,
-            "columns": [[n, str(c.type), c.required, c.doc, c.ready.pairs()] for n, c in self.columns.items()],
+            "columns": [[n, str(c.type), c.required, c.doc] for n, c in self.columns.items()],
             "counts": [self.appended, self.evicted, self.lost, self.version, self.finished],
             "alive": self.alive.pairs(),
             "nodes": {
@@ -450,14 +487,14 @@ class Catalog:
         state = record["state"]
         before = self.segments
         retired = self.retired
+        version = self.columns_version
         self.__init__()  # type: ignore[misc]
         self.settings = state["settings"]
-        for name, kind, required, doc, _ in state["columns"]:
+        for name, kind, required, doc in state["columns"]:
             self.columns[name] = ColumnState(ColumnType.parse(kind), required, doc)
         for found in sorted(state["segments"], key=lambda item: item[1]):
             self._put(Segment.from_json(found))
-        for name, _, _, _, ready in state["columns"]:
-            self.columns[name].ready = RowSet(ready)
+        self.columns_version = version + 1
         self.appended, self.evicted, self.lost, self.version, self.finished = state["counts"]
         self.alive = RowSet(state["alive"])
         for name, (taken, done, claims) in state["nodes"].items():

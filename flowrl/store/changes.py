@@ -49,7 +49,7 @@ class Bounds:
 
 
 def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, bool]:
-    """Write and commit. Returns the numbers of the rows, and whether a chunk became full.
+    """Write and commit. Returns the numbers of the rows, and whether a chunk that consists of pieces became full.
 
     Errors: SchemaError when another process changed the columns meanwhile; StoreError when there is no room; WaitTimeout.
     """
@@ -72,14 +72,14 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
         with backing.transaction(bounds.timeout_s) as catalog:
             _check_not_finished(catalog)
             first = catalog.appended
-            records = _columns_records(catalog, rows.types)
+            records = [] if rows.fits == catalog.columns_version else _columns_records(catalog, rows.types)
             chunks = []
-            grown = first - catalog.chunks[-1] if catalog.chunks and not skipped else bounds.chunk_rows
+            grown = first - catalog.chunks[-1] if catalog.chunks else 0
             placed = []
             for number, (piece, segment) in enumerate(zip(pieces, segments, strict=True)):
                 at = first + skipped + piece.start
                 # another process may have filled the open chunk since the pieces were cut
-                fits = number == 0 and grown + piece.stop - piece.start <= bounds.chunk_rows
+                fits = not skipped and grown + piece.stop - piece.start <= bounds.chunk_rows
                 if piece.opens or (number == 0 and not fits):
                     chunks.append(at)
                 placed.append(moved(segment, at).to_json())
@@ -90,7 +90,7 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
             }  # fmt: skip
             gone = _over(catalog, bounds, stored, nbytes)
             backing.commit(*records, *gone, record)
-            closed = _closed_chunk(backing.catalog, bounds.chunk_rows)
+            closed = grown > 0 and (bool(chunks) or grown + stored >= bounds.chunk_rows)
     except BaseException:
         backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
         raise
@@ -146,12 +146,6 @@ def _columns_records(catalog: Catalog, types: Mapping[str, ColumnType]) -> list[
         elif known.type != kind and any(not isinstance(n, int) for n in inner_lengths(known.type)):
             found.append([name, str(kind), known.required, known.doc])
     return [{"kind": "columns", "columns": found}] if found else []
-
-
-def _closed_chunk(catalog: Catalog, chunk_rows: int) -> bool:
-    """Whether the last append left a full chunk behind that consists of pieces."""
-    chunks = catalog.chunks
-    return len(chunks) > 1 or (bool(chunks) and catalog.appended - chunks[-1] >= chunk_rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- room
@@ -279,7 +273,10 @@ def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeo
 
 def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: float) -> int:
     """A column's values for some rows; see `ExperienceTable.fill`."""
-    rows = np.asarray(numbers, np.int64) if not isinstance(numbers, range) else np.arange(numbers.start, numbers.stop)
+    rows = np.asarray(numbers)
+    if rows.size and rows.dtype.kind not in "iu":
+        raise SchemaError(f"fill needs row numbers, as append returns them; found {rows.dtype}")
+    rows = rows.astype(np.int64)
     if rows.ndim != 1 or len(np.unique(rows)) != len(rows):
         raise SchemaError(f"fill needs each row number once; found {rows.tolist()[:12]}")
     segments: list[Segment] = []

@@ -34,6 +34,8 @@ class Incoming:
     """When `batch` is None."""
     groups: tuple[int, ...] = ()
     """Sizes of groups that stay together, in order."""
+    fits: int = -1
+    """Version of the table's columns that these rows are known to have, or -1."""
 
     def piece(self, start: int, stop: int) -> Prepared:
         """Errors: as `RowBatch.from_rows`, for rows that are dicts."""
@@ -50,19 +52,21 @@ def incoming(
     schema: TableSchema | None,
     later: frozenset[str],
     keep_together: str | None,
+    version: int = -1,
 ) -> Incoming:
     """Errors: SchemaError for missing, unknown or wrongly typed columns; DataError for missing values.
 
     Args:
         types: of columns that neither the table nor the standard columns know.
         schema: of the table; None before the first rows.
+        version: of the table's columns, which `schema` is.
         later: columns that rows need not bring; a column that some rows bring and others get later is refused.
     """
     wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
     if keep_together is None and _are_plain(rows) and len(rows):
         found = _plain_types(rows[0], types, wanted)
         if found is not None:
-            return Incoming(len(rows), found, None, rows)
+            return Incoming(len(rows), found, None, rows, fits=-1 if wanted is None else version)
     batch = _typed(rows, types, wanted, later)
     groups: tuple[int, ...] = ()
     if keep_together is not None:
@@ -70,7 +74,8 @@ def incoming(
         groups = tuple(len(group) for group in indices)
         if indices and not np.array_equal(order := np.concatenate(indices), np.arange(len(batch))):
             batch = batch.take(order)  # rows of a group become neighbours
-    return Incoming(len(batch), batch.types, batch, (), groups)
+    is_known = wanted is not None and all(isinstance(n, int) for c in wanted for n in inner_lengths(c.type))
+    return Incoming(len(batch), batch.types, batch, (), groups, version if is_known else -1)
 
 
 def _are_plain(rows: Any) -> bool:

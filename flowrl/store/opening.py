@@ -145,6 +145,7 @@ def _joined(log: CommitLog, memory: Path | None, path: Path | None, readonly: bo
             joined = presence
             arenas = Arenas(memory, lambda: joined.slot)
     backing = Backing(log, presence, arenas, Mapped(memory if memory is not None else Path("/nowhere")))
+    backing.readonly = readonly
     backing.replay()
     lost = [
         s.uid

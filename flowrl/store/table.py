@@ -155,6 +155,8 @@ class ExperienceTable:
         self._by_use = settings["eviction"] == "lru"
         tiers = Tiers(settings["compression"], settings["hot_bytes"], settings["memory_bytes"], self._path)
         self._mover = Mover(self._backing, tiers)
+        self._schema: tuple[int, TableSchema | None, frozenset[str]] | None = None
+        """Version of the columns; those that rows bring, None while unknown; those that are filled later."""
         self._writing = threading.Lock()
         """Appends of one process follow each other; those of several are ordered by the log."""
         if self._path is not None and not readonly:
@@ -259,12 +261,14 @@ class ExperienceTable:
         with self._writing:
             catalog = self._now()
             with self._backing.mutex:
-                later = frozenset(n for n, c in catalog.columns.items() if not c.required)
-                known = len(catalog.columns) > len(later)
-                schema = self.schema if known else None
-            found = incoming(rows, types, schema, later, self.keep_together)
+                if self._schema is None or self._schema[0] != catalog.columns_version:
+                    later = frozenset(n for n, c in catalog.columns.items() if not c.required)
+                    known = self.schema if len(catalog.columns) > len(later) else None
+                    self._schema = (catalog.columns_version, known, later)
+                version, schema, later = self._schema
+            found = incoming(rows, types, schema, later, self.keep_together, version)
             check_groups(found.groups, self.keep_together, self.max_rows)
-            if not found.num_rows and known:
+            if not found.num_rows and schema is not None:
                 return range(catalog.appended, catalog.appended)
             numbers, closed = changes.append(self._backing, found, self._bounds)
             if closed:

@@ -39,6 +39,7 @@ def segment_of(
     uid: int, columns: Sequence[layouts.ColumnLayout], block: Block, first: int, rows: int, tier: str
 ) -> Segment:
     """The record of a segment whose bytes lie in `block`."""
+    sizes = sizes_of(columns)
     return Segment(
         uid=uid,
         first=first,
@@ -46,10 +47,10 @@ def segment_of(
         names=tuple(column.name for column in columns),
         tier=tier,
         place=(block.arena, block.offset, block.nbytes),
-        raw_bytes=sum(raw for raw, _, _ in sizes_of(columns).values()),
+        raw_bytes=sum(raw for raw, _, _ in sizes.values()),
         stored_bytes=block.nbytes,
         layouts=json.dumps([column.to_json() for column in columns], separators=(",", ":")),
-        sizes=sizes_of(columns),
+        sizes=sizes,
     )
 
 
