@@ -73,6 +73,8 @@ def test_batches_are_as_full_as_their_bounds_let_them() -> None:
     assert [len(part) for part in Loader(tokens([1] * 70))] == [32, 32, 6]
     assert [len(part) for part in Loader(tokens([1] * 7), batch_rows=3)] == [3, 3, 1]
     assert [len(part) for part in Loader(tokens([1] * 7), max_tokens=6)] == [3, 3, 1]  # a prompt has one token too
+    full = Loader(tokens([1] * 7), max_tokens=6, layout="padded")
+    assert [len(part["reward"]) for part in full] == [3, 3, 1]
     assert [len(part) for part in Loader(tokens([1] * 7, "aabbccc"), batch_rows=4, group_by="prompt_id")] == [4, 3]
 
 
