@@ -102,7 +102,7 @@ def test_an_error_of_the_thread_has_its_traceback_through_torch_too() -> None:
     while trace is not None:
         names.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
-    assert "_lay_out" in names and names[-1] == "rows"
+    assert "_work" in names and names[-1] == "rows"  # from the thread, down to where it happened
 
 
 @pytest.mark.parametrize("slow", ["consumer", "thread"])

@@ -394,8 +394,9 @@ def test_a_consumer_does_not_wait_for_ever() -> None:
         gate.wait(60)
         yield 2
 
-    ahead = Ahead(items(), 1, timeout_s=0.01)
+    ahead = Ahead(items(), 1, timeout_s=60.0)
     assert next(ahead) == 1
+    ahead._timeout_s = 0.01
     with pytest.raises(WaitTimeout, match="no batch was made in"):
         next(ahead)
     gate.set()
