@@ -11,16 +11,18 @@ that is pinned is seen by whoever wants the block. A view that a reader was give
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from flowrl.errors import StoreError
+from flowrl.store import layout as layouts
 from flowrl.store.arena import Arenas, Block, Mapped
 from flowrl.store.catalog import DISK, Catalog, Record, Segment
 from flowrl.store.log import CommitLog, LocalLog
@@ -31,6 +33,11 @@ COMPACT_BYTES = 4 << 20
 
 RECYCLE_BYTES = 4 << 20
 """Retired bytes after which it is looked who still reads them, which costs a look into every process's list."""
+
+PLACES_KEPT = 256
+"""Segments whose places are remembered."""
+
+_living: weakref.WeakSet[Backing] = weakref.WeakSet()
 
 
 class Backing:
@@ -63,8 +70,11 @@ class Backing:
         self._files: dict[int, list[Path]] = {}
         """Files of retired segments that somebody may still read."""
         self._counter = 0
+        self._places: dict[int, dict[str, layouts.Places]] = {}
         self._leaving = False
         self.closed = False
+        self._forks = 0
+        _living.add(self)
 
     # ------------------------------------------------------------------------------------------------------- records
 
@@ -180,12 +190,33 @@ class Backing:
             if self.presence is not None:
                 with self._idle:
                     self.presence.pin(segment.uid)
-                weakref.finalize(root, self._collected, segment.uid).atexit = False
+                weakref.finalize(root, self._collected, segment.uid, self._forks).atexit = False
             self._roots[segment.uid] = root
             return root
 
-    def _collected(self, uid: int) -> None:
+    def places(self, segment: Segment, root: np.ndarray) -> Mapping[str, layouts.Places]:
+        """Where the rows of each number column of a segment lie, except those that are compressed.
+
+        Remembered for the segments that were used last: an arena stays mapped at its address as long as it has segments.
+        """
+        found = self._places.get(segment.uid)
+        if found is None:
+            found = {}
+            cache: dict[int, np.ndarray] = {}
+            for one in layouts.parsed(segment.layouts):
+                place = layouts.places(one, root, segment.rows, offsets_cache=cache)
+                if place is not None:
+                    found[one.name] = place
+            with self.mutex:
+                while len(self._places) >= PLACES_KEPT:
+                    del self._places[next(iter(self._places))]
+                self._places[segment.uid] = found
+        return found
+
+    def _collected(self, uid: int, fork: int) -> None:
         # runs wherever the collector runs, so it waits for nothing
+        if fork != self._forks:
+            return  # made before a fork, in the parent: the pin is the parent's
         self._unpinned.append(uid)
         if self._idle.acquire(blocking=False):
             try:
@@ -234,7 +265,25 @@ class Backing:
         self.leave_presence()
         self.log.close()
 
+    def in_child(self) -> None:
+        """After a fork, in the child: it has no pins, and blocks and files that wait are the parent's to free."""
+        self.mutex, self._idle = threading.RLock(), threading.Lock()
+        self._roots = weakref.WeakValueDictionary()
+        self._unpinned.clear()
+        self._waiting.clear()
+        self._files.clear()
+        self._waiting_bytes = 0
+        self._forks += 1
+
     def leave_presence(self) -> None:
         self._leaving = True
         with self._idle:
             self._drain()
+
+
+def _in_child() -> None:
+    for backing in _living:
+        backing.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -11,21 +11,23 @@ waiting -> claimed -> done                a consumer that dies gives its claims 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
 from flowrl.schema.columns import nearest
 from flowrl.store.backing import Backing
+from flowrl.store.catalog import Record
 from flowrl.store.intervals import Pairs, RowSet, length
-from flowrl.store.kernels import Take, gather_packed, gather_padded
-from flowrl.store.loader import LAYOUTS, packed, padded
+from flowrl.store.laying import LAYOUTS, Layer
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
+from flowrl.store.staging import ArrayCarrier, Carrier
 
 if TYPE_CHECKING:
     from flowrl.store.loader import Batch
@@ -38,7 +40,8 @@ class Claim:
     """Some rows, and the right to be the only consumer of a node that has them."""
 
     def __init__(self, backing: Backing, node: str, token: str, pairs: Pairs, view: View) -> None:
-        self._backing, self.node, self._token, self._pairs, self._view = backing, node, token, pairs, view
+        self.backing, self.node, self.view = backing, node, view
+        self._token, self._pairs = token, pairs
         self.is_open = True
 
     def __len__(self) -> int:
@@ -51,15 +54,19 @@ class Claim:
 
     def batch(self) -> RowBatch:
         """The rows."""
-        return self._view.batch()
+        return self.view.batch()
 
     def padded(self, *, multiple: int = 1) -> dict[str, np.ndarray]:
         """As a loader's layout "padded"."""
-        return laid_out(self._view, "padded", multiple=multiple)  # type: ignore[return-value]
+        return self._laid_out("padded", multiple)
 
     def packed(self) -> dict[str, np.ndarray]:
         """As a loader's layout "packed"."""
-        return laid_out(self._view, "packed")  # type: ignore[return-value]
+        return self._laid_out("packed", 1)
+
+    def _laid_out(self, layout: str, multiple: int) -> dict[str, Any]:
+        layer = Layer(self.view, list(self.view.types), layout, multiple)
+        return layer.lay_out(np.arange(self.view.num_rows), ArrayCarrier(1))
 
     def done(self) -> None:
         """The rows are used: no consumer of the node is given them again."""
@@ -69,10 +76,23 @@ class Claim:
         """Give the rows back: another consumer of the node, or this one, may claim them."""
         self._end("release")
 
+    def done_with(self, start: int, stop: int) -> None:
+        """The same for some of the rows, by their place in the claim; the last ones end it."""
+        if start == 0 and stop == len(self):
+            self.done()
+            return
+        rows = _part(self._pairs, start, stop)
+        self._commit({"kind": "done", "node": self.node, "token": self._token, "rows": rows})
+        self.is_open = stop < len(self)
+
     def _end(self, kind: str) -> None:
+        self._commit({"kind": kind, "node": self.node, "token": self._token})
+        self.is_open = False
+
+    def _commit(self, record: Record) -> None:
         if not self.is_open:
             raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
-        with self._backing.transaction() as catalog:
+        with self.backing.transaction() as catalog:
             node = catalog.nodes.get(self.node)
             if node is None or self._token not in node.open:
                 self.is_open = False
@@ -80,8 +100,7 @@ class Claim:
                     f"the claim of node '{self.node}' is gone: the table took the rows back because the process that "
                     "claimed them was found dead, or the table was restored"
                 )
-            self._backing.commit({"kind": kind, "node": self.node, "token": self._token})
-        self.is_open = False
+            self.backing.commit(record)
 
     def __enter__(self) -> Claim:
         return self
@@ -97,6 +116,18 @@ class Claim:
         return f"Claim({len(self)} rows of node '{self.node}', {state})"
 
 
+def _part(pairs: Pairs, start: int, stop: int) -> Pairs:
+    """Rows `start` to `stop`, counted within the intervals."""
+    found: Pairs = []
+    at = 0
+    for first, end in pairs:
+        low, high = max(start, at), min(stop, at + end - first)
+        if low < high:
+            found.append((first + low - at, first + high - at))
+        at += end - first
+    return found
+
+
 def claim(
     backing: Backing,
     node: str,
@@ -106,8 +137,13 @@ def claim(
     whole_groups: bool,
     at_least: int,
     wait_s: float,
+    unit: int = 1,
 ) -> Claim | None:
-    """See `ExperienceTable.claim`."""
+    """See `ExperienceTable.claim`.
+
+    Args:
+        unit: rows of a batch; no batch of fewer than `at_least` rows is left over at the end of a claim.
+    """
     for name, value in (("rows", rows), ("at_least", at_least)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"claim needs {name} of at least 1; found {value!r}")
@@ -115,7 +151,7 @@ def claim(
         raise ConfigError(f"claim was asked for at least {at_least} and at most {rows} rows; lower at_least")
     until = time.monotonic() + wait_s
     while True:
-        found = _try(backing, node, rows, columns, whole_groups, at_least)
+        found = _try(backing, node, rows, columns, whole_groups, at_least, unit)
         if isinstance(found, Claim):
             return found
         seen, is_over = found
@@ -128,8 +164,14 @@ def claim(
 
 
 def _try(
-    backing: Backing, node: str, rows: int, columns: Sequence[str] | str | None, whole_groups: bool, at_least: int
-    ,) -> Claim | tuple[int, bool]:  # fmt: skip
+    backing: Backing,
+    node: str,
+    rows: int,
+    columns: Sequence[str] | str | None,
+    whole_groups: bool,
+    at_least: int,
+    unit: int,
+) -> Claim | tuple[int, bool]:
     """A claim; or the sequence the table was looked at, and whether nothing can come any more."""
     with backing.transaction() as catalog:
         if not catalog.columns:  # no row has come yet, so nobody knows the columns
@@ -141,6 +183,9 @@ def _try(
             )
         pairs = catalog.claimable(node, names, rows, whole_groups=whole_groups)
         have = length(pairs)
+        if at_least > 1 and have > unit and 0 < have % unit < at_least and not (whole_groups or catalog.finished):
+            pairs = _part(pairs, 0, have - have % unit)
+            have = length(pairs)
         if whole_groups and not have and catalog.alive:
             _check_group_fits(backing, node, names, rows)
         if have < (1 if catalog.finished else at_least):
@@ -196,42 +241,89 @@ def _waited_text(
     )
 
 
-def laid_out(view: View, layout: str, *, multiple: int = 1, take: Take | None = None) -> Batch:
-    """All rows of a view in a loader's layout. Errors: ConfigError for an unknown one."""
+def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"a layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}")
-    if layout == "rows":
-        return view.batch()
-    plain = all(kind.is_numeric for kind in view.types.values())
-    found = view.places(list(view.types)) if plain else None
-    if found is None:  # text, compressed, on disk
-        return packed(view.batch()) if layout == "packed" else padded(view.batch(), multiple=multiple)
-    rows = np.arange(view.num_rows)
-    if layout == "packed":
-        return gather_packed(found, rows, take=take)
-    return gather_padded(found, rows, multiple=multiple, take=take)
 
 
-def stream(take: Callable[[], Claim | None], lay_out: Callable[[View], Batch]) -> Iterator[Batch]:
-    """Batches of claims, one after another, until the table is finished and used up.
+class Stream(Iterator["Batch"]):
+    """Batches of rows as they come; made by `ExperienceTable.stream`.
 
-    A batch counts as used when the next one is asked for. Leaving the loop in between, by `break` or by an error, gives
-    the last batch back.
+    Rows are claimed for several batches at once when they are there, and each batch is done, for everyone to see, when the
+    next one is asked for.
+
+        waits for      rows that have the columns            unblocked by  append, fill, release, finish
     """
-    held: list[Claim] = []
 
-    try:
-        while True:
-            claimed = take()
-            if claimed is None:
-                return
-            held.append(claimed)
-            yield lay_out(claimed._view)
-            held.pop().done()
-    finally:
-        for claimed in held:
-            if claimed.is_open and not claimed._backing.closed:
-                claimed.release()
+    def __init__(
+        self,
+        take: Callable[[int], Claim | None],
+        layout: str,
+        multiple: int,
+        batch_rows: int,
+        ahead: int,
+        carrier: Carrier,
+    ) -> None:
+        self._take, self._layout, self._multiple = take, layout, multiple
+        self._batch_rows, self._ahead, self._carrier = batch_rows, ahead, carrier
+        self._claim: Claim | None = None
+        self._layer: Layer | None = None
+        self._given, self._next = 0, 0
+        """Rows of the claim that were given out, and where the next batch begins: what lies between is in use."""
+        self._is_over = False
+
+    def __next__(self) -> Batch:
+        if self._is_over:
+            raise StopIteration
+        try:
+            if self._claim is not None:
+                self._claim.done_with(self._given, self._next)
+                self._given = self._next
+                if self._next == len(self._claim):
+                    self._claim = None
+            if self._claim is None and not self._claim_more():
+                self._is_over = True
+                raise StopIteration
+            return self._lay_out()
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim_more(self) -> bool:
+        self._claim = self._take(self._batch_rows * self._ahead)
+        self._given = self._next = 0
+        if self._claim is None:
+            return False
+        view = self._claim.view
+        self._layer = None if self._layout == "rows" else Layer(view, list(view.types), self._layout, self._multiple)
+        return True
+
+    def _lay_out(self) -> Batch:
+        assert self._claim is not None
+        self._next = min(self._given + self._batch_rows, len(self._claim))
+        rows = np.arange(self._given, self._next)
+        if self._layer is None:
+            return self._claim.view.rows(rows)
+        return self._carrier.receive(self._layer.lay_out(rows, self._carrier))
+
+    def close(self) -> None:
+        """Give back what is not used: the batch that was given last, and rows that were claimed for later ones."""
+        self._is_over = True
+        claim, self._claim, self._layer = self._claim, None, None
+        if claim is not None and claim.is_open and not claim.backing.closed:
+            claim.release()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_claim", None) is not None and not sys.is_finalizing():
+            self.close()
 
 
-__all__ = ["Claim", "claim", "stream"]
+__all__ = ["Claim", "Stream", "check_layout", "claim"]

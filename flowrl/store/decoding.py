@@ -5,6 +5,7 @@ The forms in which columns are stored are described in `flowrl.store.layout`, wh
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,12 @@ def decode(
     "plain" and "list" are read-only views unless compressed or `once`; the rest is materialised.
     """
     return Stored(layout, root, num_rows, {} if offsets_cache is None else offsets_cache).values()
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> tuple[ColumnLayout, ...]:
+    """Layouts from their JSON, as a segment's record has them."""
+    return tuple(ColumnLayout.from_json(one) for one in json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,11 @@ from flowrl.store.columns import (
     to_stored,
     with_lengths,
 )
-from flowrl.store.decoding import Buffer, ColumnLayout, Places, Stored, decode, places
+from flowrl.store.decoding import Buffer, ColumnLayout, Places, Stored, decode, parsed, places
 from flowrl.store.rows import RowBatch
 
 __all__ = [
-    "ALIGN", "Buffer", "ColumnLayout", "Places", "Prepared", "decode", "merge", "places", "prepare", "prepare_rows",
+    "ALIGN", "Buffer", "ColumnLayout", "Places", "Prepared", "decode", "merge", "parsed", "places", "prepare", "prepare_rows",
 ]  # fmt: skip
 
 ALIGN = 64

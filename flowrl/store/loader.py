@@ -17,20 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import ConfigError, DataError, SchemaError
+from flowrl.errors import ConfigError, SchemaError
 from flowrl.schema.columns import nearest
-from flowrl.schema.ragged import Ragged
-from flowrl.schema.types import TOKEN
 from flowrl.store.batching import Bounds, Units
-from flowrl.store.columns import Values, is_list_column
-from flowrl.store.kernels import Gather
+from flowrl.store.laying import LAYOUTS, Layer, carrier_for, check_carried, packed, padded
 from flowrl.store.rows import RowBatch
 from flowrl.store.source import BatchRows, RowSource, as_source
-from flowrl.store.staging import TIMEOUT_S, Ahead, ArrayCarrier, Carrier, Staged
+from flowrl.store.staging import TIMEOUT_S, Ahead, Carrier
 
 __all__ = ["LAYOUTS", "Batch", "BatchRows", "Loader", "RowSource", "as_source", "packed", "padded"]
 
-LAYOUTS = ("rows", "packed", "padded")
 DEFAULT_ROWS = 32
 
 Batch = RowBatch | dict[str, Any]
@@ -115,28 +111,14 @@ class Loader:
         self._units = Units(self._source, group_by, Bounds(batch_rows, max_tokens, layout == "padded", pad_multiple))
         self._idle: list[Carrier] = []
         self._idle.append(self._carrier())  # refuses a device that is not there
-        self._gather: Gather | None = None
-        self._keep: Any = None
-        """What the gather's addresses need alive; False when rows cannot be read by address."""
+        self._layer = Layer(self._source, self._columns, layout, pad_multiple)
         self._running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
 
     def _check_columns(self) -> None:
         for name in self._columns:
             if name not in self._types:
                 raise SchemaError(f"rows have no column '{name}'; {nearest(name, self._types)}")
-        self._numbers = [name for name in self._columns if self._types[name].is_numeric]
-        self._texts = [name for name in self._columns if not self._types[name].is_numeric]
-        if self.device is None and self.pin:
-            raise ConfigError("pin=True is for tensors; say device='cuda', or device='cpu' for page-locked tensors")
-        if self.device is None:
-            return
-        if self.layout == "rows":
-            raise ConfigError("layout 'rows' gives a RowBatch, which has no device; use layout='packed' or 'padded'")
-        if self._texts:
-            raise ConfigError(
-                f"column '{self._texts[0]}' is {self._types[self._texts[0]]} and cannot be a tensor; leave it out: "
-                f"columns={self._numbers}"
-            )
+        check_carried(self._types, self._columns, self.layout, self.device, self.pin)
 
     def _carrier(self) -> Carrier:
         """One that no epoch uses at the moment; its memory is used again."""
@@ -144,11 +126,7 @@ class Loader:
             return self._idle.pop()
         except IndexError:
             pass
-        if self.device is None:
-            return ArrayCarrier(self.prefetch)
-        from flowrl.store.to_torch import tensor_carrier  # imports torch
-
-        return tensor_carrier(self.device, self.pin, self.prefetch)
+        return carrier_for(self.device, self.pin, self.prefetch)
 
     # ----------------------------------------------------------------------------------------------------- iterating
 
@@ -175,67 +153,16 @@ class Loader:
                 for rows in self.batches(epoch):
                     yield self._source.rows(rows, self._columns)
                 return
-            if self._keep is None:
-                self._find_places()
             for rows in self.batches(epoch):
-                yield self._lay_out(rows, carrier)
+                yield self._layer.lay_out(rows, carrier)
         finally:
             self._idle.append(carrier)
-
-    def _find_places(self) -> None:
-        found = self._source.places(self._numbers) if self._numbers else None
-        if found is None:
-            self._keep = False
-        else:
-            self._gather, self._keep = Gather(found), found
-
-    def _lay_out(self, rows: np.ndarray, carrier: Carrier) -> Staged:
-        gather = self._gather
-        texts = self._texts
-        others: RowBatch | None = None
-        if gather is None:  # read what is compressed or on disk first; then the rest is as below
-            batch = self._source.rows(rows, self._columns)
-            others = batch.select(texts) if texts else None
-            if self._numbers:
-                places = BatchRows(batch).places(self._numbers)
-                gather, rows = Gather(places), np.arange(len(rows))
-        elif texts:
-            others = self._source.rows(rows, texts)
-        arrays: dict[str, Any] = {}
-        block, nbytes = None, 0
-
-        def take(size: int) -> np.ndarray:
-            nonlocal block, nbytes
-            block, nbytes = carrier.pool.take(size), size
-            return block
-
-        if gather is not None:
-            if self.layout == "packed":
-                arrays = gather.packed(rows, take=take)
-            else:
-                arrays = gather.padded(rows, multiple=self.pad_multiple, take=take)
-        if others is not None:
-            arrays = self._with_texts(arrays, others)
-        return carrier.ship(arrays, block, nbytes)
-
-    def _with_texts(self, arrays: dict[str, Any], texts: RowBatch) -> dict[str, Any]:
-        is_packed = self.layout == "packed"
-        both = {**(packed(texts) if is_packed else padded(texts, multiple=self.pad_multiple)), **arrays}
-        what = "cu_seqlens" if is_packed else "mask"
-        made: dict[str, Any] = {}
-        for name in self._columns:
-            kind = self._types[name]
-            made[name] = both[name]
-            if is_list_column(kind):
-                axis = what if kind.granularity is TOKEN else f"{name}.{what}"
-                made[axis] = both[axis]
-        return made
 
     def close(self) -> None:
         """End the threads and let go of the memory. Iterating again starts anew."""
         for ahead in list(self._running):
             ahead.close()
-        self._gather, self._keep = None, None
+        self._layer.forget()
         self._idle.clear()
 
     def __enter__(self) -> Loader:
@@ -243,57 +170,3 @@ class Loader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def packed(rows: RowBatch) -> dict[str, np.ndarray]:
-    """List columns flat, end to end.
-
-    `cu_seqlens` [N + 1] int32 bounds the rows of TOKEN columns (as variable-length attention kernels read it),
-    `<column>.cu_seqlens` those of every other list column.
-    """
-    made: dict[str, np.ndarray] = {}
-    for name, values, axis in _axes(rows, "cu_seqlens"):
-        if not isinstance(values, Ragged):
-            made[name] = values
-            continue
-        if values.offsets[-1] > np.iinfo(np.int32).max:
-            raise DataError(
-                f"column '{name}' has {values.offsets[-1]} values in one batch; int32 bounds end at 2^31. Make it smaller"
-            )
-        made[name] = values.values
-        made[axis] = values.offsets.astype(np.int32)
-    return made
-
-
-def padded(rows: RowBatch, *, multiple: int = 1) -> dict[str, np.ndarray]:
-    """List columns filled up to the longest row, on the right, with zeros (empty text).
-
-    `mask` [N, L] is true where a TOKEN column has a value, `<column>.mask` where another list column has one.
-    """
-    made: dict[str, np.ndarray] = {}
-    for name, values, axis in _axes(rows, "mask"):
-        if not isinstance(values, Ragged):
-            made[name] = values
-            continue
-        length = _round_up(int(values.lengths.max(initial=0)), multiple)
-        mask = np.arange(length) < values.lengths[:, None]
-        fill = np.zeros((len(rows), length, *values.values.shape[1:]), values.dtype)
-        if values.dtype == object:
-            fill[...] = "" if rows.types[name].dtype == "str" else b""
-        start = 0
-        for row, stop in enumerate(values.offsets[1:].tolist()):  # a copy per row beats an index per value
-            fill[row, : stop - start] = values.values[start:stop]
-            start = stop
-        made[name] = fill
-        made[axis] = mask
-    return made
-
-
-def _axes(rows: RowBatch, what: str) -> Iterator[tuple[str, Values, str]]:
-    """(column, values, name of the array that says where its rows end)."""
-    for name, kind in rows.types.items():
-        yield name, rows[name], what if kind.granularity is TOKEN else f"{name}.{what}"
-
-
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

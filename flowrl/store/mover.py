@@ -101,7 +101,7 @@ class Mover:
                 return False
             part = Part(segment.first, segment.stop, (Source(segment, self._backing.root(segment), segment.names),))
         types = {one.name: one.type for one in parsed_layouts(segment)}
-        batch = View([part], types).batch()
+        batch = View([part], types, self._backing).batch()
         compression = {"auto": "zstd", None: "none"}.get(self._tiers.compression, self._tiers.compression)
         codecs = dict.fromkeys(batch.names, "none")
         if compression != "none":
@@ -131,7 +131,7 @@ class Mover:
         if unknown:
             types = {one.name: one.type for one in parsed_layouts(segment)}
             source = Source(segment, root, segment.names)  # type: ignore[arg-type]
-            batch = View([Part(segment.first, segment.stop, (source,))], types).batch(unknown)
+            batch = View([Part(segment.first, segment.stop, (source,))], types, self._backing).batch(unknown)
             layouts = [one for one in parsed_layouts(segment) if one.name in unknown]
             for name, codec in codecs_for(layouts, batch._columns, compression).items():
                 self._codecs[name, compression] = codec

@@ -263,7 +263,7 @@ def recover_orphans(reopen: Callable[[Path], None], *, again: bool = False) -> N
                 remove_folder(folder)
                 continue
             reopen(path)
-        except (OSError, FlowError) as error:
+        except Exception as error:  # whatever is wrong with what another process left, this table has no part in it
             warnings.warn(
                 f"the table {folder.name} that a killed process left could not be saved: {error}", stacklevel=3
             )

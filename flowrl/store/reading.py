@@ -9,10 +9,9 @@ A view is made of parts: rows of one chunk, with the segments that hold their co
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,10 +62,11 @@ class Part:
 class View:
     """Rows of a table; a `RowSource` for the loader. Row i is the i-th of them, oldest first."""
 
-    def __init__(self, parts: Sequence[Part], types: Mapping[str, ColumnType], folder: Path | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], types: Mapping[str, ColumnType], backing: Backing) -> None:
         self.parts = list(parts)
+        self._backing = backing
         self._types = dict(types)
-        self._folder = folder
+        self._folder = backing.folder
         self._starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
         self._decoded: dict[tuple[int, tuple[str, ...]], RowBatch] = {}
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class View:
         for start, stop in pairs:
             for first, end in catalog.chunk_ranges(start, stop):
                 parts += _parts(backing, max(start, first), min(stop, end), columns)
-        return cls(parts, {name: catalog.columns[name].type for name in columns}, backing.folder)
+        return cls(parts, {name: catalog.columns[name].type for name in columns}, backing)
 
     # ---------------------------------------------------------------------------------------------- as a row source
 
@@ -113,33 +113,31 @@ class View:
 
     def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
         """Where the values of all rows lie; None when some are compressed or on disk."""
-        found: dict[str, list[layouts.Places]] = {name: [] for name in columns}
+        found: dict[str, list[tuple[layouts.Places, slice]]] = {name: [] for name in columns}
         for part in self.parts:
             for source in part.sources:
                 low, high = part.start - source.segment.first, part.stop - source.segment.first
-                cache: dict[int, np.ndarray] = {}
-                for one in parsed_layouts(source.segment):
-                    if one.name not in found or one.name not in source.names:
+                places = self._backing.places(source.segment, source.root)
+                for name in source.names:
+                    if name not in found:
                         continue
-                    place = layouts.places(one, source.root, source.segment.rows, offsets_cache=cache)
+                    place = places.get(name)
                     if place is None:
                         return None
-                    length = None if place.length is None else place.length[low:high]
-                    found[one.name].append(replace(place, address=place.address[low:high], length=length))
+                    found[name].append((place, slice(low, high)))
         made = []
         axis: np.ndarray | None = None
         for name, pieces in found.items():
-            if len({(piece.bits, piece.inner) for piece in pieces}) != 1:
+            if len({(piece.bits, piece.inner) for piece, _ in pieces}) != 1:
                 return None  # no rows, or values of an inner length that was not known for some of them
-            lengths = [piece.length for piece in pieces if piece.length is not None]
+            lengths = [piece.length[rows] for piece, rows in pieces if piece.length is not None]
             whole = np.concatenate(lengths) if lengths else None
             if self._types[name].granularity is TOKEN:  # one array for all columns of one value per token
                 axis = whole if axis is None else axis
                 whole = axis
-            address = np.concatenate([piece.address for piece in pieces])
-            made.append(
-                GatherColumn(name, self._types[name], address, whole, pieces[0].bits, pieces[0].inner, self.parts)
-            )
+            address = np.concatenate([piece.address[rows] for piece, rows in pieces])
+            first = pieces[0][0]
+            made.append(GatherColumn(name, self._types[name], address, whole, first.bits, first.inner, self.parts))
         return made
 
     def rows(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> RowBatch:
@@ -261,19 +259,9 @@ def _parts(backing: Backing, start: int, stop: int, columns: Sequence[str]) -> l
     ]
 
 
-_PARSED: dict[str, list[layouts.ColumnLayout]] = {}
-_MOST_PARSED = 4096
-
-
-def parsed_layouts(segment: Segment) -> list[layouts.ColumnLayout]:
+def parsed_layouts(segment: Segment) -> Sequence[layouts.ColumnLayout]:
     """The layouts of a segment; parsed once while it is in use."""
-    found = _PARSED.get(segment.layouts)
-    if found is None:
-        if len(_PARSED) >= _MOST_PARSED:
-            _PARSED.clear()
-        found = [layouts.ColumnLayout.from_json(one) for one in json.loads(segment.layouts)]
-        _PARSED[segment.layouts] = found
-    return found
+    return layouts.parsed(segment.layouts)
 
 
 def _layout(segment: Segment, name: str) -> layouts.ColumnLayout:

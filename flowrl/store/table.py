@@ -34,14 +34,14 @@ from flowrl.store.backing import Backing
 from flowrl.store.catalog import HOT, PACKED, Catalog, Segment
 from flowrl.store.incoming import check_groups, incoming
 from flowrl.store.intervals import RowSet
+from flowrl.store.laying import carrier_for, check_carried
 from flowrl.store.loader import Loader
 from flowrl.store.mover import Mover, Tiers
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
 
 if TYPE_CHECKING:
-    from flowrl.store.claims import Claim
-    from flowrl.store.loader import Batch
+    from flowrl.store.claims import Claim, Stream
     from flowrl.store.stats import TableStats
 
 CHUNK_ROWS = 256
@@ -493,18 +493,39 @@ class ExperienceTable:
         at_least: int = 1,
         whole_groups: bool = False,
         timeout_s: float | None = None,
-    ) -> Iterator[Batch]:
+        ahead: int = 4,
+        device: Any = None,
+        pin: bool | None = None,
+    ) -> Stream:
         """Batches of rows as they come, each row to one consumer of `node`, until `finish` was called and all is used.
 
-        A batch counts as used when the next one is asked for; leaving the loop in between gives the last one back.
-        Layouts are those of `loader`. Errors: WaitTimeout when no row came for `timeout_s` (the table's when None).
+        A batch counts as used when the next one is asked for; leaving the loop in between gives the last one back. Layouts,
+        `device` and `pin` are those of `loader`.
+
+        Args:
+            at_least: smaller batches than this are waited for, unless the table is finished.
+            whole_groups: only whole groups, of a table with `keep_together`.
+            ahead: batches for which rows are claimed at once when they are there; 1 leaves most to other consumers.
+            timeout_s: longest wait for a row (the table's when None).
+
+        Errors: WaitTimeout naming what is missing; DataError for a group that does not fit.
         """
+        self._check_writable()
+        claims.check_layout(layout)
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
+            raise ConfigError(f"stream needs ahead of at least 1; found {ahead!r}")
         wait_s = self.timeout_s if timeout_s is None else timeout_s
 
-        def take() -> Claim | None:
-            return self.claim(node, batch_rows, columns, at_least=at_least, whole_groups=whole_groups, wait_s=wait_s)
+        def take(rows: int) -> Claim | None:
+            found = claims.claim(
+                self._backing, node, rows, columns, whole_groups=whole_groups, at_least=at_least, wait_s=wait_s, unit=batch_rows
+            )  # fmt: skip
+            if found is not None:
+                check_carried(found.view.types, list(found.view.types), layout, device, pin)
+            return found
 
-        return claims.stream(take, lambda view: claims.laid_out(view, layout, multiple=pad_multiple))
+        carrier = carrier_for(device, pin, 0)
+        return claims.Stream(take, layout, pad_multiple, batch_rows, 1 if whole_groups else ahead, carrier)
 
     # -------------------------------------------------------------------------------------------------------- tiers
 

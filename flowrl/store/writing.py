@@ -85,7 +85,7 @@ def compress(
     backing: Backing, segment: Segment, root: np.ndarray, codecs: Mapping[str, str]
 ) -> tuple[Segment, Block] | None:
     """The same segment with its columns encoded, in a new block; None when that saves nothing."""
-    columns = [layouts.ColumnLayout.from_json(one) for one in json.loads(segment.layouts)]
+    columns = layouts.parsed(segment.layouts)
     pieces: list[bytes | np.ndarray] = []
     placed: dict[tuple[int, int], layouts.Buffer] = {}
     # an empty buffer starts where the next one does, so the offset alone does not tell them apart
