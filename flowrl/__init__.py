@@ -40,6 +40,8 @@ _HOME = {
     "flowrl.engines.averages": ("Totals",),
     "flowrl.engines.plain": ("apply_loss",),
     "flowrl.store.table": ("ExperienceTable",),
+    "flowrl.store.remote": ("RemoteTable",),
+    "flowrl.store.flight": ("serve_table",),
     "flowrl.runtime.data": ("Data",),
     "flowrl.runtime.local": ("Run", "run_local"),
     "flowrl.runtime.replay": ("replay",),
@@ -165,4 +167,6 @@ if TYPE_CHECKING:
         ColumnType as ColumnType,
         Granularity as Granularity,
     )
+    from flowrl.store.flight import serve_table as serve_table
+    from flowrl.store.remote import RemoteTable as RemoteTable
     from flowrl.store.table import ExperienceTable as ExperienceTable

@@ -285,7 +285,9 @@ def buffer(node: Node, context: Context) -> Table:
     path = context.path + node.name
     kept = context.memory.buffers.get(path)
     if kept is None:
-        kept = context.memory.buffers[path] = ExperienceTable(max_rows=node["capacity"], keep_together="buffer/key")
+        kept = context.memory.buffers[path] = ExperienceTable(
+            max_rows=node["capacity"], keep_together="buffer/key", memory="private"
+        )
     fresh = table.batch
     # groups of different steps are different groups even when their prompt is the same
     by = node.get("by")

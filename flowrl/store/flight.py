@@ -1,6 +1,6 @@
 """A table for other hosts, over Arrow Flight.
 
-    with serve(table) as server:                                 # the host that has the rows
+    with serve_table(table) as server:                           # the host that has the rows
         print(server.uri, server.token)
 
     with RemoteTable(uri, token) as rows:                        # any other process
@@ -49,7 +49,7 @@ from flowrl.store import wire
 from flowrl.store.remote import RemoteClaim, RemoteTable
 from flowrl.store.rows import RowBatch
 
-__all__ = ["RemoteClaim", "RemoteTable", "TableServer", "serve"]
+__all__ = ["RemoteClaim", "RemoteTable", "TableServer", "serve_table"]
 
 LEASE_S = 30.0
 """How long a client may be silent before its claims are given back."""
@@ -199,7 +199,7 @@ class _Clients:
 
 
 class TableServer:
-    """A table that other processes read and write while this one lives; `serve` makes it."""
+    """A table that other processes read and write while this one lives; `serve_table` makes it."""
 
     def __init__(self, service: Any, clients: _Clients, uri: str, token: str) -> None:
         self._service, self._clients = service, clients
@@ -247,7 +247,7 @@ def _end_calls(service: Any, clients: _Clients, timeout_s: float) -> int | None:
     return at_work if ending.is_alive() else None
 
 
-def serve(
+def serve_table(
     table: Served,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -272,7 +272,7 @@ def serve(
     """
     if token is None and not _is_loopback(host):
         raise ConfigError(
-            f"a table is served to other hosts (host={host!r}) with a token of yours only: serve(table, host={host!r}, "
+            f"a table is served to other hosts (host={host!r}) with a token of yours only: serve_table(table, host={host!r}, "
             "token=secrets.token_hex(32)), and the same for each RemoteTable"
         )
     if token is not None and (
@@ -280,9 +280,9 @@ def serve(
     ):
         raise ConfigError("a token is at least 8 printable ASCII characters; make one with secrets.token_hex(32)")
     if not lease_s > 0:
-        raise ConfigError(f"serve needs a lease_s above 0; found {lease_s!r}")
+        raise ConfigError(f"serve_table needs a lease_s above 0; found {lease_s!r}")
     if (tls_certificate is None) != (tls_key is None):
-        raise ConfigError("serve needs both tls_certificate and tls_key, or neither")
+        raise ConfigError("serve_table needs both tls_certificate and tls_key, or neither")
     token = secrets.token_hex(32) if token is None else token
     certificates = []
     if tls_certificate is not None and tls_key is not None:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
 from flowrl.store import interop, wire
-from flowrl.store.flight import RemoteTable, TableServer, serve
+from flowrl.store.flight import RemoteTable, TableServer, serve_table
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
 from tests.null.store.strategies import TYPES, row_lists
@@ -48,7 +48,7 @@ def table() -> Iterator[Any]:
 
 @pytest.fixture
 def server(table: Any) -> Iterator[TableServer]:
-    with serve(table) as made:
+    with serve_table(table) as made:
         yield made
 
 
@@ -76,7 +76,7 @@ def test_rows_go_and_come_as_they_are(parts: list[Any], how: str) -> None:
     batches = [RowBatch.from_rows(part, TYPES) for part in parts]
     with (
         ExperienceTable(memory="private") as table,
-        serve(table) as server,
+        serve_table(table) as server,
         RemoteTable(server.uri, server.token) as remote,
     ):
         first = 0
@@ -174,13 +174,13 @@ def test_a_slice_travels_as_its_rows(table: Any) -> None:
     with pa.ipc.new_stream(sink, message.schema) as writer:
         writer.write_table(message)
     assert sink.getvalue().size < 10_000 < large.nbytes
-    with serve(table, request_bytes=20_000) as server, RemoteTable(server.uri, server.token) as remote:
+    with serve_table(table, request_bytes=20_000) as server, RemoteTable(server.uri, server.token) as remote:
         remote.append(large.slice(10, 11))
         assert remote.take([0]).equals(large.slice(10, 11))
 
 
 def test_sizes_are_bounded(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve(table, request_bytes=1 << 20) as server, RemoteTable(server.uri, server.token) as remote:
+    with serve_table(table, request_bytes=1 << 20) as server, RemoteTable(server.uri, server.token) as remote:
         with pytest.raises(DataError, match="'append' brought more than 1 MiB; send fewer rows at a time"):
             remote.append(rows(1000, tokens=30_000))
         assert len(remote) == 0
@@ -290,27 +290,27 @@ def test_a_wrong_token_is_refused(server: TableServer, token: str) -> None:
 
 
 def test_tokens_are_fresh_and_needed_for_other_hosts(table: Any) -> None:
-    with serve(table) as one, serve(table) as two:
+    with serve_table(table) as one, serve_table(table) as two:
         assert one.token != two.token and len(one.token) == 64
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(ConfigError, match="with a token of yours only"):
-            serve(table, host=host)
+            serve_table(table, host=host)
     with pytest.raises(ConfigError, match="at least 8 printable"):
-        serve(table, token="short")
-    with serve(table, host="0.0.0.0", token="a token of mine") as server:
+        serve_table(table, token="short")
+    with serve_table(table, host="0.0.0.0", token="a token of mine") as server:
         port = server.uri.rpartition(":")[2]
         assert len(RemoteTable(f"grpc://127.0.0.1:{port}", "a token of mine")) == 0
 
 
 def test_what_serve_and_remote_table_refuse(table: Any, server: TableServer, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be served at 127.0.0.1"):
-        serve(table, port=int(server.uri.rpartition(":")[2]))
+        serve_table(table, port=int(server.uri.rpartition(":")[2]))
     with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
-        serve(table, tls_key=tmp_path / "key.pem")
+        serve_table(table, tls_key=tmp_path / "key.pem")
     with pytest.raises(ConfigError, match="key.pem' cannot be read"):
-        serve(table, tls_key=tmp_path / "key.pem", tls_certificate=tmp_path / "key.pem")
+        serve_table(table, tls_key=tmp_path / "key.pem", tls_certificate=tmp_path / "key.pem")
     with pytest.raises(ConfigError, match="lease_s above 0"):
-        serve(table, lease_s=0)
+        serve_table(table, lease_s=0)
     with pytest.raises(ConfigError, match="looks like grpc://10.0.0.1:4711; found 'localhost:12'"):
         RemoteTable("localhost:12", "token")
     with pytest.raises(ConfigError, match="printable ASCII"):
@@ -328,7 +328,7 @@ def test_with_tls(table: Any, tmp_path: Path) -> None:
          "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    with serve(table, host="localhost", tls_certificate=certificate, tls_key=key) as server:
+    with serve_table(table, host="localhost", tls_certificate=certificate, tls_key=key) as server:
         assert server.uri.startswith("grpc+tls://localhost:")
         with RemoteTable(server.uri, server.token, tls_certificate=certificate) as remote:
             remote.append(rows(2))
@@ -367,7 +367,7 @@ class Slow(ExperienceTable):
 
 
 def test_a_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Slow() as table, serve(table) as server, RemoteTable(server.uri, server.token, timeout_s=0.3) as remote:
+    with Slow() as table, serve_table(table) as server, RemoteTable(server.uri, server.token, timeout_s=0.3) as remote:
         remote.append(rows(1))
         began = time.monotonic()
         with pytest.raises(WaitTimeout, match=f"'take' of the table at {server.uri} was not answered within 0.3 s"):
@@ -380,7 +380,7 @@ def test_a_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_is_gone_is_named(table: Any) -> None:
-    server = serve(table)
+    server = serve_table(table)
     remote = RemoteTable(server.uri, server.token, timeout_s=5)
     server.close()
     server.close()
@@ -475,7 +475,7 @@ def test_a_claim_waits_for_rows(remote: RemoteTable, table: Any) -> None:
 
 def test_a_heartbeat_keeps_claims_and_silence_gives_them_back(table: Any) -> None:
     table.append(rows(4))
-    with serve(table, lease_s=0.4) as server:
+    with serve_table(table, lease_s=0.4) as server:
         awake = RemoteTable(server.uri, server.token)
         silent = RemoteTable(server.uri, server.token)
         kept, lost = awake.claim("trainer", 2), silent.claim("trainer", 2)
@@ -493,7 +493,7 @@ def test_a_heartbeat_keeps_claims_and_silence_gives_them_back(table: Any) -> Non
 
 def test_a_client_that_is_killed_gives_its_claims_back(table: Any) -> None:
     table.append(rows(4))
-    with serve(table, lease_s=1.0) as server:
+    with serve_table(table, lease_s=1.0) as server:
         code = (
             "import sys, time\nfrom flowrl.store.flight import RemoteTable\n"
             "claim = RemoteTable(sys.argv[1], sys.argv[2]).claim('trainer', 3)\n"
@@ -516,7 +516,7 @@ def test_a_client_that_is_killed_gives_its_claims_back(table: Any) -> None:
 
 def test_closing_either_side_gives_claims_back(table: Any) -> None:
     table.append(rows(4))
-    server = serve(table)
+    server = serve_table(table)
     remote = RemoteTable(server.uri, server.token)
     other = RemoteTable(server.uri, server.token)
     first, second = remote.claim("trainer", 2), other.claim("trainer", 2)
@@ -547,9 +547,9 @@ def test_a_claim_whose_answer_came_too_late_is_given_back(server: TableServer, t
 
 def test_a_process_that_serves_may_end_without_closing(table: Any) -> None:
     code = (
-        "import sys\nfrom flowrl.schema import PROMPT\nfrom flowrl.store.flight import serve\n"
+        "import sys\nfrom flowrl.schema import PROMPT\nfrom flowrl.store.flight import serve_table\n"
         "from flowrl.store.table import ExperienceTable\ntable = ExperienceTable(memory='private')\n"
-        "table.append([{'prompt_id': 'a'}])\nserver = serve(table)\nprint(server.uri, server.token, flush=True)\n"
+        "table.append([{'prompt_id': 'a'}])\nserver = serve_table(table)\nprint(server.uri, server.token, flush=True)\n"
         "sys.stdin.readline()\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -573,8 +573,8 @@ def test_a_process_that_serves_may_end_without_closing(table: Any) -> None:
 
 def test_a_server_that_is_killed_leaves_its_claims_to_others() -> None:
     code = (
-        "import sys, time\nfrom flowrl.store.flight import serve\nfrom flowrl.store.table import ExperienceTable\n"
-        "server = serve(ExperienceTable.open(sys.argv[1]))\nprint(server.uri, server.token, flush=True)\ntime.sleep(60)\n"
+        "import sys, time\nfrom flowrl.store.flight import serve_table\nfrom flowrl.store.table import ExperienceTable\n"
+        "server = serve_table(ExperienceTable.open(sys.argv[1]))\nprint(server.uri, server.token, flush=True)\ntime.sleep(60)\n"
     )
     with ExperienceTable() as table:
         table.append(rows(4))
@@ -597,7 +597,7 @@ def test_a_server_that_is_killed_leaves_its_claims_to_others() -> None:
 
 def test_a_server_that_closes_ends_the_waits_of_claims(table: Any) -> None:
     table.append(rows(1))
-    server = serve(table)
+    server = serve_table(table)
     remote = RemoteTable(server.uri, server.token)
     remote.claim("trainer", 1).done()
     failed: list[BaseException] = []
