@@ -106,7 +106,10 @@ class Backing:
 
     def commit(self, *records: Record) -> None:
         """Make the records part of the table, all or none. Inside a transaction."""
-        self.log.append(*records)
+        with self.mutex:  # nobody reads the log in between
+            if self.log.append_read(*records):
+                for record in records:
+                    self.catalog.apply(record)
         self.replay()
         if self.log.bytes_since_snapshot > max(COMPACT_BYTES, 2 * self.log.snapshot_bytes):
             self.log.compact(self.catalog.snapshot())

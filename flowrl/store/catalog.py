@@ -43,7 +43,7 @@ class Segment:
 
     Example:
         Segment(uid=1 << 40, first=512, rows=256, names=("reward",), tier="hot", place=("arena-1-0", 4096, 1024),
-                raw_bytes=1024, stored_bytes=1024, layouts="[...]", sizes={"reward": [1024, 1024, "none"]})
+                raw_bytes=1024, stored_bytes=1024, layouts="[...]")
     """
 
     uid: int
@@ -54,12 +54,12 @@ class Segment:
     place: tuple[Any, ...]
     """(arena, offset, bytes) in memory, (file names...) on disk."""
     raw_bytes: int
-    """Of the values and offsets, uncompressed."""
+    """Uncompressed."""
     stored_bytes: int
     layouts: str
     """Where each column lies in the block, as JSON; read when the segment is."""
-    sizes: Mapping[str, Sequence[Any]]
-    """By column: raw bytes, stored bytes, codec."""
+    sizes: Mapping[str, Sequence[Any]] | None = None
+    """By column, of a segment on disk: raw bytes, stored bytes, codec. In memory the layouts say it."""
 
     @property
     def stop(self) -> int:
@@ -379,7 +379,7 @@ class Catalog:
 
     def claimable(self, node: str, columns: Iterable[str], count: int, *, whole_groups: bool = False) -> Pairs:
         """The oldest `count` rows that have the columns and that no consumer of the node has taken."""
-        within = [self.alive, *(self.columns[name].ready for name in columns)]
+        within = [self.alive, *self.ready(columns)]
         without = [self.nodes[node].taken] if node in self.nodes else []
         if not whole_groups:
             return first_of(count, within, without)
@@ -394,6 +394,17 @@ class Catalog:
                 found.append((first, end))
                 first, end = end, self.group_of(end)[1] if end < self.appended else end
         return found
+
+    def ready(self, columns: Iterable[str]) -> list[RowSet]:
+        """Sets of rows that together say which rows have all the columns."""
+        found: dict[int, RowSet] = {}
+        for name in columns:
+            families = self.columns[name].families
+            if len(families) == 1:
+                found[id(families[0])] = families[0].ready
+            else:
+                found[id(self.columns[name])] = self.columns[name].ready
+        return list(found.values())
 
     def evictable(self, count: int, *, only_done: bool = False) -> Pairs:
         """The rows to evict so that there are `count` fewer: never claimed ones, and groups as a whole.
@@ -524,6 +535,8 @@ def cut(rows: int, open_rows: int, chunk_rows: int, groups: Sequence[int] = ()) 
         groups: sizes of groups, in order; none: rows stand alone.
     """
     pieces: list[Piece] = []
+    if rows + open_rows > chunk_rows and 2 * rows >= chunk_rows:
+        open_rows = 0  # a shorter chunk is better than an append that is cut in two
     start, held, opens = 0, open_rows, open_rows == 0
     ends = np.cumsum(groups).tolist() if groups else None
     while start < rows:

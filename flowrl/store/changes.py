@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import layout as layouts
 from flowrl.store.backing import Backing
-from flowrl.store.catalog import HOT, Catalog, Record, Segment, cut
+from flowrl.store.catalog import HOT, Catalog, Piece, Record, Segment, cut
 from flowrl.store.columns import inner_lengths, to_stored
 from flowrl.store.incoming import Incoming
 from flowrl.store.intervals import Pairs, RowSet, length
@@ -63,38 +63,55 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
     groups = _kept_groups(rows.groups, stored)
     pieces = cut(stored, open_rows, bounds.chunk_rows, groups)
     prepared = [rows.piece(skipped + piece.start, skipped + piece.stop) for piece in pieces]
-    nbytes = sum(p.nbytes for p in prepared)
-    make_room(backing, bounds, stored, nbytes)
+    nbytes = sum([p.nbytes for p in prepared])
+    until = time.monotonic() + bounds.timeout_s
+    make_room(backing, bounds, stored, nbytes, until)
     segments: list[Segment] = []
     try:
         for one in prepared:
             segments.append(write(backing, one, 0))
-        with backing.transaction(bounds.timeout_s) as catalog:
-            _check_not_finished(catalog)
-            first = catalog.appended
-            records = [] if rows.fits == catalog.columns_version else _columns_records(catalog, rows.types)
-            chunks = []
-            grown = first - catalog.chunks[-1] if catalog.chunks else 0
-            placed = []
-            for number, (piece, segment) in enumerate(zip(pieces, segments, strict=True)):
-                at = first + skipped + piece.start
-                # another process may have filled the open chunk since the pieces were cut
-                fits = not skipped and grown + piece.stop - piece.start <= bounds.chunk_rows
-                if piece.opens or (number == 0 and not fits):
-                    chunks.append(at)
-                placed.append(moved(segment, at).to_json())
-            starts = np.cumsum([0, *groups[:-1]]).tolist() if groups else []
-            record: Record = {
-                "kind": "append", "first": first, "rows": rows.num_rows, "skipped": skipped, "chunks": chunks,
-                "segments": placed, "groups": [first + skipped + start for start in starts],
-            }  # fmt: skip
-            gone = _over(catalog, bounds, stored, nbytes)
-            backing.commit(*records, *gone, record)
-            closed = grown > 0 and (bool(chunks) or grown + stored >= bounds.chunk_rows)
+        while True:
+            with backing.transaction(bounds.timeout_s) as catalog:
+                _check_not_finished(catalog)
+                gone = _leaving(catalog, bounds, stored, nbytes)
+                if gone is not None:
+                    first = catalog.appended
+                    grown = first - catalog.chunks[-1] if catalog.chunks else 0
+                    fits = not skipped and grown + pieces[0].stop <= bounds.chunk_rows if pieces else True
+                    if pieces and not pieces[0].opens and not fits:
+                        # another process has filled the open chunk since the pieces were cut
+                        pieces[0] = replace(pieces[0], opens=True)
+                    records = [] if rows.fits == catalog.columns_version else _columns_records(catalog, rows.types)
+                    record = _append_record(rows, pieces, segments, groups, first, skipped)
+                    backing.commit(*records, *gone, record)
+                    closed = grown > 0 and (bool(record["chunks"]) or grown + stored >= bounds.chunk_rows)
+                    break
+            make_room(backing, bounds, stored, nbytes, until)  # another process took it
     except BaseException:
         backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
         raise
     return range(first, first + rows.num_rows), closed
+
+
+def _append_record(
+    rows: Incoming,
+    pieces: Sequence[Piece],
+    segments: Sequence[Segment],
+    groups: Sequence[int],
+    first: int,
+    skipped: int,
+) -> Record:
+    start = first + skipped
+    group_starts = np.cumsum([0, *groups[:-1]]).tolist() if groups else []
+    return {
+        "kind": "append",
+        "first": first,
+        "rows": rows.num_rows,
+        "skipped": skipped,
+        "chunks": [start + piece.start for piece in pieces if piece.opens],
+        "segments": [moved(s, start + p.start).to_json() for p, s in zip(pieces, segments, strict=True)],
+        "groups": [start + group for group in group_starts],
+    }
 
 
 def _skipped(rows: Incoming, bounds: Bounds) -> int:
@@ -151,8 +168,14 @@ def _columns_records(catalog: Catalog, types: Mapping[str, ColumnType]) -> list[
 # --------------------------------------------------------------------------------------------------------------- room
 
 
-def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> None:
+def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: float) -> None:
     """Return when `rows` rows of `nbytes` bytes may be written; with on_full="wait" that takes until consumers are done.
+
+    What has to leave for them leaves in the commit of the rows, except for a bound in bytes: memory is given out again
+    before more is taken.
+
+    Args:
+        until: when to give up, as `time.monotonic` counts.
 
     Errors: StoreError when it can never be, or with on_full="raise"; WaitTimeout.
     """
@@ -160,22 +183,21 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> None:
         return
     _check_fits(bounds, rows, nbytes)
     if bounds.on_full == "evict" and bounds.max_bytes is None:
-        return  # evicted in the commit of the rows themselves
-    until = time.monotonic() + bounds.timeout_s
+        return
     while True:
         with backing.transaction(bounds.timeout_s) as catalog:
-            backing.release_the_dead()
-            backing.recycle()
             if bounds.on_full == "raise":
                 _raise_if_full(catalog, bounds, rows, nbytes)
                 return
-            only_done = bounds.on_full == "wait"
-            gone = _over(catalog, bounds, rows, nbytes, only_done=only_done)
-            if gone:
+            gone = _leaving(catalog, bounds, rows, nbytes)
+            if gone and bounds.max_bytes is not None:
                 backing.commit(*gone)
-            lacking = _lacking(backing, bounds, rows, nbytes)
+                backing.recycle()
+                gone = _leaving(catalog, bounds, rows, nbytes)
+            lacking = _lacking(backing, bounds, rows, nbytes, gone)
             if not lacking:
                 return
+            backing.release_the_dead()
             seen = backing.log.sequence
         left = until - time.monotonic()
         if left <= 0:
@@ -185,7 +207,9 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> None:
 
 def _check_fits(bounds: Bounds, rows: int, nbytes: int) -> None:
     if bounds.max_rows is not None and rows > bounds.max_rows:
-        raise StoreError(f"one append of {rows} rows does not fit into a table of max_rows={bounds.max_rows}")
+        raise StoreError(
+            f"one append of {rows} rows does not fit into a table of max_rows={bounds.max_rows}; append fewer at a time"
+        )
     if bounds.max_bytes is not None and nbytes > bounds.max_bytes:
         raise StoreError(
             f"one append needs {nbytes} bytes and the table keeps max_bytes={bounds.max_bytes}; append fewer rows at a "
@@ -193,24 +217,30 @@ def _check_fits(bounds: Bounds, rows: int, nbytes: int) -> None:
         )
 
 
-def _over(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int, *, only_done: bool = False) -> list[Record]:
-    """The eviction that makes room for what comes, as far as rows can go."""
+def _leaving(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int) -> list[Record] | None:
+    """The eviction that makes room for what comes; none when there is room; None when rows would have to stay that may
+    not: with on_full="wait", those that consumers are not done with."""
+    if bounds.on_full == "raise":
+        return []
+    is_waiting = bounds.on_full == "wait"
     gone = RowSet()
-    if bounds.max_rows is not None and bounds.on_full != "raise":
+    if bounds.max_rows is not None:
         over = len(catalog.alive) + rows - bounds.max_rows
         if over > 0:
-            gone.update(catalog.evictable(over, only_done=only_done))
-    if bounds.max_bytes is not None and bounds.on_full != "raise":
+            gone.update(catalog.evictable(over, only_done=is_waiting))
+            if is_waiting and len(gone) < over:
+                return None
+    if bounds.max_bytes is not None:
         over = sum(catalog.bytes.values()) + nbytes - bounds.max_bytes
         if over > 0:
-            gone.update(catalog.evictable_for(over, only_done=only_done))
+            gone.update(catalog.evictable_for(over, only_done=is_waiting))
     return [{"kind": "evict", "rows": gone.pairs()}] if gone else []
 
 
-def _lacking(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> str:
+def _lacking(backing: Backing, bounds: Bounds, rows: int, nbytes: int, gone: list[Record] | None) -> str:
     """What there is too much of still; empty when the rows may come."""
     catalog = backing.catalog
-    if bounds.on_full == "wait" and bounds.max_rows is not None and len(catalog.alive) + rows > bounds.max_rows:
+    if gone is None:
         return f"{rows} rows beside {len(catalog.alive)} of max_rows={bounds.max_rows}"
     if bounds.max_bytes is not None:
         pinned = backing.pinned_bytes if bounds.on_full == "wait" else 0

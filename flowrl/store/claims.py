@@ -32,6 +32,9 @@ from flowrl.store.staging import ArrayCarrier, Carrier
 if TYPE_CHECKING:
     from flowrl.store.loader import Batch
 
+COMMIT_EVERY_S = 0.002
+"""A stream tells at most this often that batches are done, unless it claims anyway."""
+
 LONGEST_NAP_S = 0.25
 """Between looks at whether a consumer has died, which no record tells."""
 
@@ -76,14 +79,13 @@ class Claim:
         """Give the rows back: another consumer of the node, or this one, may claim them."""
         self._end("release")
 
-    def done_with(self, start: int, stop: int) -> None:
-        """The same for some of the rows, by their place in the claim; the last ones end it."""
-        if start == 0 and stop == len(self):
-            self.done()
-            return
-        rows = _part(self._pairs, start, stop)
-        self._commit({"kind": "done", "node": self.node, "token": self._token, "rows": rows})
-        self.is_open = stop < len(self)
+    def part_done(self, start: int, stop: int) -> Record:
+        """The record that some of the rows are used, by their place in the claim."""
+        return {"kind": "done", "node": self.node, "token": self._token, "rows": _part(self._pairs, start, stop)}
+
+    def commit(self, record: Record) -> None:
+        """Errors: StoreError when the claim is gone."""
+        self._commit(record)
 
     def _end(self, kind: str) -> None:
         self._commit({"kind": kind, "node": self.node, "token": self._token})
@@ -138,10 +140,12 @@ def claim(
     at_least: int,
     wait_s: float,
     unit: int = 1,
+    also: Record | None = None,
 ) -> Claim | None:
     """See `ExperienceTable.claim`.
 
     Args:
+        also: a record to commit with the claim, or before waiting for it.
         unit: rows of a batch; no batch of fewer than `at_least` rows is left over at the end of a claim.
     """
     for name, value in (("rows", rows), ("at_least", at_least)):
@@ -151,7 +155,8 @@ def claim(
         raise ConfigError(f"claim was asked for at least {at_least} and at most {rows} rows; lower at_least")
     until = time.monotonic() + wait_s
     while True:
-        found = _try(backing, node, rows, columns, whole_groups, at_least, unit)
+        found = _try(backing, node, rows, columns, whole_groups, at_least, unit, also)
+        also = None
         if isinstance(found, Claim):
             return found
         seen, is_over = found
@@ -171,6 +176,7 @@ def _try(
     whole_groups: bool,
     at_least: int,
     unit: int,
+    also: Record | None,
 ) -> Claim | tuple[int, bool]:
     """A claim; or the sequence the table was looked at, and whether nothing can come any more."""
     with backing.transaction() as catalog:
@@ -188,7 +194,10 @@ def _try(
             have = length(pairs)
         if whole_groups and not have and catalog.alive:
             _check_group_fits(backing, node, names, rows)
+        before = [] if also is None else [also]
         if have < (1 if catalog.finished else at_least):
+            if before:
+                backing.commit(*before)
             if backing.release_the_dead():
                 return -1, False
             if node not in catalog.nodes:  # from now on its rows are kept until it is done with them
@@ -198,7 +207,7 @@ def _try(
         view = View.of(backing, pairs, names)
         token = f"{backing.new_uid():x}"
         slot = 0 if backing.presence is None else backing.presence.slot
-        backing.commit({"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs})
+        backing.commit(*before, {"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs})
         return Claim(backing, node, token, pairs, view)
 
 
@@ -249,15 +258,15 @@ def check_layout(layout: str) -> None:
 class Stream(Iterator["Batch"]):
     """Batches of rows as they come; made by `ExperienceTable.stream`.
 
-    Rows are claimed for several batches at once when they are there, and each batch is done, for everyone to see, when the
-    next one is asked for.
+    Rows are claimed for several batches at once when they are there. A batch is done when the next one is asked for; others
+    see it at once, or, of batches that take less than COMMIT_EVERY_S, with the next claim.
 
         waits for      rows that have the columns            unblocked by  append, fill, release, finish
     """
 
     def __init__(
         self,
-        take: Callable[[int], Claim | None],
+        take: Callable[[int, Record | None], Claim | None],
         layout: str,
         multiple: int,
         batch_rows: int,
@@ -268,20 +277,21 @@ class Stream(Iterator["Batch"]):
         self._batch_rows, self._ahead, self._carrier = batch_rows, ahead, carrier
         self._claim: Claim | None = None
         self._layer: Layer | None = None
-        self._given, self._next = 0, 0
-        """Rows of the claim that were given out, and where the next batch begins: what lies between is in use."""
+        self._told = self._used = self._next = 0
+        """Rows of the claim: done, and everyone knows; done; given out."""
+        self._told_at = 0.0
         self._is_over = False
 
     def __next__(self) -> Batch:
         if self._is_over:
             raise StopIteration
         try:
-            if self._claim is not None:
-                self._claim.done_with(self._given, self._next)
-                self._given = self._next
-                if self._next == len(self._claim):
-                    self._claim = None
-            if self._claim is None and not self._claim_more():
+            self._used = self._next
+            claim = self._claim
+            if claim is not None and self._used < len(claim):
+                if time.monotonic() - self._told_at > COMMIT_EVERY_S:
+                    self._tell(claim)
+            elif not self._claim_more():
                 self._is_over = True
                 raise StopIteration
             return self._lay_out()
@@ -291,9 +301,19 @@ class Stream(Iterator["Batch"]):
             self.close()
             raise
 
+    def _tell(self, claim: Claim) -> None:
+        if self._used > self._told:
+            claim.commit(claim.part_done(self._told, self._used))
+            self._told, self._told_at = self._used, time.monotonic()
+
     def _claim_more(self) -> bool:
-        self._claim = self._take(self._batch_rows * self._ahead)
-        self._given = self._next = 0
+        before = self._claim
+        also = None if before is None else before.part_done(self._told, self._used)
+        if before is not None:
+            self._claim, before.is_open = None, False  # told with the next claim
+        self._claim = self._take(self._batch_rows * self._ahead, also)
+        self._told = self._used = self._next = 0
+        self._told_at = time.monotonic()
         if self._claim is None:
             return False
         view = self._claim.view
@@ -302,8 +322,8 @@ class Stream(Iterator["Batch"]):
 
     def _lay_out(self) -> Batch:
         assert self._claim is not None
-        self._next = min(self._given + self._batch_rows, len(self._claim))
-        rows = np.arange(self._given, self._next)
+        self._next = min(self._used + self._batch_rows, len(self._claim))
+        rows = np.arange(self._used, self._next)
         if self._layer is None:
             return self._claim.view.rows(rows)
         return self._carrier.receive(self._layer.lay_out(rows, self._carrier))
@@ -313,6 +333,7 @@ class Stream(Iterator["Batch"]):
         self._is_over = True
         claim, self._claim, self._layer = self._claim, None, None
         if claim is not None and claim.is_open and not claim.backing.closed:
+            self._tell(claim)
             claim.release()
 
     def __enter__(self) -> Stream:

@@ -197,6 +197,18 @@ class CommitLog:
 
         Errors: StoreError when there is no space; the log is then as it was. TypeError for what JSON does not know.
         """
+        return self._append(records, is_read=False)[0]
+
+    def append_read(self, *records: Record) -> bool:
+        """The same, for a caller that takes note of the records now. Returns whether `read` leaves them out: it does not when
+        there is something before them that was not read."""
+        return self._append(records, is_read=True)[1]
+
+    def _append(self, records: Sequence[Record], *, is_read: bool) -> tuple[int, bool]:
+        """`sequence`, and whether the records count as read.
+
+        Errors: StoreError when there is no space; the log is then as it was. TypeError for what JSON does not know.
+        """
         self._check_inside()
         text = _encode(records).encode()
         place = self._places[_PLACE]
@@ -214,7 +226,11 @@ class CommitLog:
                     written += os.pwrite(self._files.log, frame[written:], offset + written)
             except OSError as error:
                 raise StoreError(f"{self._folder}/log.{generation} cannot be written: {error}") from error
-        return self._publish(generation << _SHIFT | end)
+            place = self._publish(generation << _SHIFT | end)
+            if is_read and self._at[1] == offset:
+                self._at, self._seen = (generation, end, self._at[2]), place
+                return place, True
+        return place, False
 
     def compact(self, state: Mapping[str, Any]) -> None:
         """Replace all records by a snapshot, inside a transaction: from now on `read` starts with it, for everyone.
@@ -488,6 +504,11 @@ class LocalLog:
     def append(self, *records: Record) -> int:
         """Commit records, inside a transaction."""
         return self._put(json.loads(_encode(records)), keep=True)
+
+    def append_read(self, *records: Record) -> bool:
+        """The same; `read` gives them to this process, too."""
+        self.append(*records)
+        return False
 
     def compact(self, state: Mapping[str, Any]) -> None:
         """Let a snapshot stand for all records before it."""

@@ -24,7 +24,7 @@ from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Segment
 from flowrl.store.reading import Part, Source, View, parsed_layouts
 from flowrl.store.spill import write_segment
-from flowrl.store.writing import codecs_for, compress
+from flowrl.store.writing import codecs_for, compress, sizes_of
 
 SEGMENTS = "segments"
 """Folder of the files, in the table's own."""
@@ -110,7 +110,8 @@ class Mover:
         path = folder / SEGMENTS / f"{segment.first:012d}-{uid:x}.arrow"
         path.parent.mkdir(parents=True, exist_ok=True)
         stored, files = write_segment(path, batch._columns, batch._types, len(batch), codecs, first=segment.first)
-        sizes = {name: [raw, 0, codecs.get(name, "none")] for name, (raw, _, _) in segment.sizes.items()}
+        raw_sizes = sizes_of(parsed_layouts(segment))
+        sizes = {name: [raw, 0, codecs.get(name, "none")] for name, (raw, _, _) in raw_sizes.items()}
         total = sum(raw for raw, _, _ in sizes.values()) or 1
         for size in sizes.values():  # an Arrow file does not say what each column takes: by its share of the raw bytes
             size[1] = round(stored * size[0] / total)

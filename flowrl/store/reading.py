@@ -25,7 +25,7 @@ from flowrl.store import layout as layouts
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, Catalog, Segment
 from flowrl.store.columns import Values
-from flowrl.store.intervals import Pairs, length
+from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.kernels import GatherColumn
 from flowrl.store.rows import RowBatch
 from flowrl.store.spill import read_segment
@@ -75,14 +75,25 @@ class View:
     def of(cls, backing: Backing, pairs: Pairs, columns: Sequence[str]) -> View:
         """In a transaction. Errors: DataError for rows that do not have one of the columns yet."""
         catalog = backing.catalog
-        for name in columns:
-            if not all(catalog.columns[name].ready.covers(a, b) for a, b in pairs):
-                raise DataError(_not_ready(catalog, name, pairs))
-        parts = []
+        types = {name: catalog.columns[name].type for name in columns}
+        families = _families(catalog, columns)
+        for ready, names in families:
+            if not all([ready.covers(a, b) for a, b in pairs]):
+                raise DataError(_not_ready(catalog, names[0], pairs))
+        parts: list[Part] = []
         for start, stop in pairs:
             for first, end in catalog.chunk_ranges(start, stop):
-                parts += _parts(backing, max(start, first), min(stop, end), columns)
-        return cls(parts, {name: catalog.columns[name].type for name in columns}, backing)
+                parts += _parts(backing, max(start, first), min(stop, end), families)
+        view = cls(parts, types, backing)
+        if backing.readonly and not view._is_current():  # nobody waits for a reader that has no part in the lock
+            return cls.of(backing, [pair for a, b in pairs for pair in catalog.alive.clip(a, b)], columns)
+        return view
+
+    def _is_current(self) -> bool:
+        """Whether every segment was in the catalog after it was pinned, so that its writer sees the pin."""
+        self._backing.replay()
+        known = self._backing.catalog.segments
+        return all(source.segment.uid in known for part in self.parts for source in part.sources)
 
     # ---------------------------------------------------------------------------------------------- as a row source
 
@@ -241,21 +252,39 @@ def _one_axis(columns: dict[str, Values], types: Mapping[str, ColumnType]) -> di
     return columns
 
 
-def _parts(backing: Backing, start: int, stop: int, columns: Sequence[str]) -> list[Part]:
+Families = list[tuple[RowSet, list[str]]]
+"""Rows that have some columns, and the columns: those that lie in the same segments together."""
+
+
+def _families(catalog: Catalog, columns: Sequence[str]) -> Families:
+    found: dict[int, tuple[RowSet, list[str]]] = {}
+    for name in columns:
+        column = catalog.columns[name]
+        if len(column.families) == 1:
+            family = column.families[0]
+            found.setdefault(id(family), (family.ready, []))[1].append(name)
+        else:
+            found[id(column)] = (column.ready, [name])
+    return list(found.values())
+
+
+def _parts(backing: Backing, start: int, stop: int, families: Families) -> list[Part]:
     """The rows from `start` to `stop`, cut where any column's segment ends."""
     catalog = backing.catalog
-    by_uid: dict[int, Segment] = {}
-    names: dict[int, list[str]] = {}
+    sources: list[Source] = []
     edges = {start, stop}
-    for name in columns:
-        for segment in catalog.columns[name].between(start, stop):
-            by_uid[segment.uid] = segment
-            names.setdefault(segment.uid, []).append(name)
-            edges.update(e for e in (segment.first, segment.stop) if start < e < stop)
-    sources = [Source(s, backing.root(s), tuple(names[uid])) for uid, s in by_uid.items()]
-    cuts = sorted(edges)
+    for _, names in families:
+        for segment in catalog.columns[names[0]].between(start, stop):
+            sources.append(Source(segment, backing.root(segment), tuple(names)))
+            if segment.first > start:
+                edges.add(segment.first)
+            if segment.stop < stop:
+                edges.add(segment.stop)
+    if len(edges) == 2:
+        return [Part(start, stop, tuple(sources))]
     return [
-        Part(a, b, tuple(s for s in sources if s.segment.first <= a and b <= s.segment.stop)) for a, b in pairwise(cuts)
+        Part(a, b, tuple(s for s in sources if s.segment.first <= a and b <= s.segment.stop))
+        for a, b in pairwise(sorted(edges))
     ]
 
 

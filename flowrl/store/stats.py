@@ -8,6 +8,8 @@ from typing import Any
 
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import TIERS
+from flowrl.store.reading import parsed_layouts
+from flowrl.store.writing import sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ def stats(backing: Backing, name: str) -> TableStats:
         stored = dict.fromkeys(catalog.columns, 0)
         codecs: dict[str, dict[str, int]] = {column: {} for column in catalog.columns}
         for segment in catalog.segments.values():
-            for column, (raw_bytes, stored_bytes, codec) in segment.sizes.items():
+            sizes = segment.sizes or sizes_of(parsed_layouts(segment))
+            for column, (raw_bytes, stored_bytes, codec) in sizes.items():
                 raw[column] += raw_bytes
                 stored[column] += stored_bytes
                 codecs[column][codec] = codecs[column].get(codec, 0) + stored_bytes

@@ -31,7 +31,7 @@ from flowrl.schema.columns import Column, TableSchema, nearest
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import changes, claims, opening, stats
 from flowrl.store.backing import Backing
-from flowrl.store.catalog import HOT, PACKED, Catalog, Segment
+from flowrl.store.catalog import HOT, PACKED, Catalog, Record, Segment
 from flowrl.store.incoming import check_groups, incoming
 from flowrl.store.intervals import RowSet
 from flowrl.store.laying import carrier_for, check_carried
@@ -516,9 +516,10 @@ class ExperienceTable:
             raise ConfigError(f"stream needs ahead of at least 1; found {ahead!r}")
         wait_s = self.timeout_s if timeout_s is None else timeout_s
 
-        def take(rows: int) -> Claim | None:
+        def take(rows: int, also: Record | None) -> Claim | None:
             found = claims.claim(
-                self._backing, node, rows, columns, whole_groups=whole_groups, at_least=at_least, wait_s=wait_s, unit=batch_rows
+                self._backing, node, rows, columns, whole_groups=whole_groups, at_least=at_least, wait_s=wait_s, unit=batch_rows,
+                also=also,
             )  # fmt: skip
             if found is not None:
                 check_carried(found.view.types, list(found.view.types), layout, device, pin)

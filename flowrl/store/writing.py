@@ -23,6 +23,8 @@ from flowrl.store.columns import NUMPY_DTYPES
 
 ALIGN = layouts.ALIGN
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
     """Prepared rows as a segment in memory; not committed. Errors: StoreError when there is no memory."""
@@ -32,26 +34,21 @@ def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
     except BaseException:
         backing.discard([block])
         raise
-    return segment_of(backing.new_uid(), prepared.layouts, block, first, prepared.num_rows, HOT)
-
-
-def segment_of(
-    uid: int, columns: Sequence[layouts.ColumnLayout], block: Block, first: int, rows: int, tier: str
-) -> Segment:
-    """The record of a segment whose bytes lie in `block`."""
-    sizes = sizes_of(columns)
     return Segment(
-        uid=uid,
+        uid=backing.new_uid(),
         first=first,
-        rows=rows,
-        names=tuple(column.name for column in columns),
-        tier=tier,
+        rows=prepared.num_rows,
+        names=tuple([column.name for column in prepared.layouts]),
+        tier=HOT,
         place=(block.arena, block.offset, block.nbytes),
-        raw_bytes=sum(raw for raw, _, _ in sizes.values()),
+        raw_bytes=block.nbytes,
         stored_bytes=block.nbytes,
-        layouts=json.dumps([column.to_json() for column in columns], separators=(",", ":")),
-        sizes=sizes,
+        layouts=_text(prepared.layouts),
     )
+
+
+def _text(columns: Sequence[layouts.ColumnLayout]) -> str:
+    return _encode([column.to_json() for column in columns])
 
 
 def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
@@ -111,7 +108,15 @@ def compress(
     block, into = backing.allocate(at)
     for buffer, kept in zip(placed.values(), pieces, strict=True):
         into[buffer.offset : buffer.offset + buffer.stored] = np.frombuffer(kept, np.uint8)
-    return segment_of(backing.new_uid(), made, block, segment.first, segment.rows, PACKED), block
+    packed = replace(
+        segment,
+        uid=backing.new_uid(),
+        tier=PACKED,
+        place=(block.arena, block.offset, block.nbytes),
+        stored_bytes=block.nbytes,
+        layouts=_text(made),
+    )
+    return packed, block
 
 
 def _encoded(
