@@ -27,6 +27,7 @@ from flowrl.store.arena import Arenas, Block, Mapped
 from flowrl.store.catalog import DISK, Catalog, Record, Segment
 from flowrl.store.log import CommitLog, LocalLog
 from flowrl.store.presence import LocalPresence, Presence
+from flowrl.store.staging import ArrayCarrier
 
 COMPACT_BYTES = 4 << 20
 """A log is rewritten as one snapshot when it has grown by this much, or by twice the last snapshot."""
@@ -74,6 +75,7 @@ class Backing:
         self._leaving = False
         self.closed = False
         self._forks = 0
+        self._threads = threading.local()
         _living.add(self)
 
     # ------------------------------------------------------------------------------------------------------- records
@@ -202,6 +204,8 @@ class Backing:
 
         Remembered for the segments that were used last: an arena stays mapped at its address as long as it has segments.
         """
+        if segment.tier == DISK:  # the layout tells how it lay in memory
+            return {}
         found = self._places.get(segment.uid)
         if found is None:
             found = {}
@@ -214,6 +218,13 @@ class Backing:
                 while len(self._places) >= PLACES_KEPT:
                     del self._places[next(iter(self._places))]
                 self._places[segment.uid] = found
+        return found
+
+    def carrier(self) -> ArrayCarrier:
+        """What claims of this thread make batches in."""
+        found: ArrayCarrier | None = getattr(self._threads, "carrier", None)
+        if found is None:
+            found = self._threads.carrier = ArrayCarrier(2)
         return found
 
     def _collected(self, uid: int, fork: int) -> None:
