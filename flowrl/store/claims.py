@@ -27,7 +27,7 @@ from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.laying import LAYOUTS, Layer
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
-from flowrl.store.staging import ArrayCarrier, Carrier
+from flowrl.store.staging import Carrier
 
 if TYPE_CHECKING:
     from flowrl.store.loader import Batch
@@ -69,7 +69,7 @@ class Claim:
 
     def _laid_out(self, layout: str, multiple: int) -> dict[str, Any]:
         layer = Layer(self.view, list(self.view.types), layout, multiple)
-        return layer.lay_out(np.arange(self.view.num_rows), ArrayCarrier(1))
+        return layer.lay_out(np.arange(self.view.num_rows), self.backing.carrier())
 
     def done(self) -> None:
         """The rows are used: no consumer of the node is given them again."""

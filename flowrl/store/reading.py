@@ -78,7 +78,7 @@ class View:
         types = {name: catalog.columns[name].type for name in columns}
         families = _families(catalog, columns)
         for ready, names in families:
-            if not all([ready.covers(a, b) for a, b in pairs]):
+            if not all(ready.covers(a, b) for a, b in pairs):
                 raise DataError(_not_ready(catalog, names[0], pairs))
         parts: list[Part] = []
         for start, stop in pairs:
