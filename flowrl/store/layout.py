@@ -21,9 +21,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, chain, compress, pairwise
 from operator import attrgetter, itemgetter, ne
 from typing import Any
 
@@ -52,23 +51,15 @@ __all__ = [
 ALIGN = 64
 
 
-@dataclass(slots=True, eq=False)
 class _Pending:
     """A buffer to be written: arrays of one dtype end to end, or bytes."""
 
-    nbytes: int
-    source: Sequence[np.ndarray] | bytes
-    place: Buffer | None = None
+    __slots__ = ("nbytes", "place", "source")
 
-    def write(self, into: np.ndarray) -> None:
-        start = self.place.offset if self.place is not None else 0
-        target = into[start : start + self.nbytes]
-        if isinstance(self.source, bytes):
-            target[:] = np.frombuffer(self.source, np.uint8)
-        elif self.nbytes:
-            parts = self.source
-            shaped = target.view(parts[0].dtype).reshape(-1, *parts[0].shape[1:])
-            np.concatenate(parts, out=shaped, casting="no")
+    def __init__(self, nbytes: int, source: Sequence[np.ndarray] | np.ndarray | bytes) -> None:
+        self.nbytes = nbytes
+        self.source = source
+        self.place: Buffer | None = None
 
 
 class Prepared:
@@ -106,8 +97,29 @@ class Prepared:
                 f"these columns need a block of {self.nbytes} bytes; found {into.dtype} of shape {into.shape}. Allocate "
                 "`prepared.nbytes`"
             )
+        into = into[: self.nbytes]
+        raw = memoryview(into)
+        typed: dict[np.dtype[Any], np.ndarray] = {}  # the block seen as each dtype, once
         for pending in self._pending:
-            pending.write(into)
+            source, place = pending.source, pending.place
+            if not pending.nbytes or place is None:
+                continue
+            start, stop = place.offset, place.offset + pending.nbytes
+            if isinstance(source, bytes):
+                raw[start:stop] = source
+                continue
+            first = source if isinstance(source, np.ndarray) else source[0]
+            dtype = first.dtype
+            whole = typed.get(dtype)
+            if whole is None:
+                whole = typed[dtype] = into.view(dtype)
+            target = whole[start // dtype.itemsize : stop // dtype.itemsize]
+            if first.ndim > 1:
+                target = target.reshape(-1, *first.shape[1:])
+            if first is source:
+                target[:] = first
+            else:
+                np.concatenate(source, out=target, casting="no")
 
 
 class _Builder:
@@ -117,7 +129,7 @@ class _Builder:
         self.num_rows = num_rows
         self._columns: list[tuple[str, ColumnType, str, list[_Pending], tuple[int, ...], bool]] = []
         self._token: _Axis | None = None
-        self._indexes: list[tuple[np.ndarray, _Pending]] = []
+        self._indexes: list[tuple[list[bool], _Pending]] = []
         self._raw = 0
 
     def finish(self) -> Prepared:
@@ -137,46 +149,47 @@ class _Builder:
     def add(self, name: str, kind: ColumnType, values: Values) -> bool:
         """A column in its stored form; False for TOKEN columns of different lengths."""
         if isinstance(values, Ragged):
+            lengths = values.lengths.tolist()
             if values.dtype == object:
-                return self._add_texts(name, kind, values)
+                return self._add_texts(name, kind, values, lengths)
             parts = list(values) if kind.granularity is PROMPT else [values.values]
-            return self.add_list(name, kind, parts, values.lengths, values.values.shape[1:])
+            return self.add_list(name, kind, parts, lengths, values.values.shape[1:])
         if values.dtype == object:
             return self.add_text(name, kind, values.tolist())
-        return self._add_plain(name, kind, values)
+        return self.add_plain(name, kind, values)
 
     def add_list(
-        self,
-        name: str,
-        kind: ColumnType,
-        parts: Sequence[np.ndarray],
-        row_lengths: np.ndarray | list[int],
-        inner: tuple[int, ...],
+        self, name: str, kind: ColumnType, parts: Sequence[np.ndarray], lengths: list[int], inner: tuple[int, ...]
     ) -> bool:
         """A list column of numbers, in pieces (one a row for PROMPT); False for TOKEN columns of different lengths."""
-        axis = self._axis_of(kind, row_lengths)
+        axis = self._axis_of(kind, lengths)
         if axis is None:
             return False
-        lengths, offsets = axis.lengths, axis.offsets
-        size = NUMPY_DTYPES[kind.dtype].itemsize * math.prod(inner)
+        offsets, numbers = axis.offsets, math.prod(inner)
+        size = NUMPY_DTYPES[kind.dtype].itemsize * numbers
         whole = size * axis.total
         self._raw += whole
-        index = None
+        changes = None
         if kind.granularity is PROMPT and self.num_rows > 1:
-            starts, runs = _runs([part.tobytes() for part in parts], lengths)
-            fewer = size * int(lengths[starts].sum())
-            if self._saves(fewer + 8 * len(starts) + 8, whole + offsets.nbytes):
-                parts, lengths, whole, index = [parts[start] for start in starts.tolist()], lengths[starts], fewer, runs
+            found = [a is not b and (len(a) != len(b) or a.tobytes() != b.tobytes()) for a, b in pairwise(parts)]
+            fewer = list(compress(lengths, chain(_TRUE, found)))
+            if self._saves(size * sum(fewer) + 8 * len(fewer) + 8, whole + offsets.nbytes):
+                parts, lengths, whole, changes = (
+                    list(compress(parts, chain(_TRUE, found))),
+                    fewer,
+                    size * sum(fewer),
+                    found,
+                )
                 offsets = _offsets(lengths)
         if kind.dtype == "bool":
-            bits = _to_bits(parts if len(parts) == len(lengths) else _rows(parts, lengths))
-            return self._put(name, kind, "bits", [_array(bits), offsets], inner, index)
-        if len(parts) > 1 and axis.has_empty_rows:  # inner lengths may be unknown where there are no values
+            rows = parts if len(parts) == len(lengths) else _rows(parts, lengths)
+            return self._put(name, kind, "bits", [_array(_to_bits(rows, lengths, numbers)), offsets], inner, changes)
+        if len(parts) > 1 and 0 in lengths:  # inner lengths may be unknown where there are no values
             parts = [part for part in parts if len(part)] or parts[:1]
-        return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, index)
+        return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, changes)
 
     def add_bits(
-        self, name: str, kind: ColumnType, bits: list[np.ndarray], lengths: np.ndarray, inner: tuple[int, ...]
+        self, name: str, kind: ColumnType, bits: list[np.ndarray], lengths: list[int], inner: tuple[int, ...]
     ) -> bool:
         """A list column of booleans that are bits already; False for TOKEN columns of different lengths."""
         axis = self._axis_of(kind, lengths)
@@ -186,62 +199,60 @@ class _Builder:
         pending = _Pending(sum(map(len, bits)), bits)
         return self._put(name, kind, "bits", [pending, axis.offsets], inner, None)
 
-    def add_encoded(self, name: str, kind: ColumnType, texts: list[np.ndarray], lengths: np.ndarray) -> bool:
+    def add_encoded(self, name: str, kind: ColumnType, texts: list[np.ndarray], lengths: list[int]) -> bool:
         """One text per row, as bytes already."""
         pending = _Pending(sum(map(len, texts)), texts)
         self._raw += pending.nbytes
         return self._put(name, kind, "text", [pending, _offsets(lengths)], (), None)
 
-    def _add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> bool:
+    def add_plain(self, name: str, kind: ColumnType, values: np.ndarray) -> bool:
+        """One value per row, [N, *inner]."""
         self._raw += values.nbytes
-        index = None
+        changes = None
         if kind.granularity is PROMPT and len(values) > 1 and values.nbytes:
             flat = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-            starts, index = _starts((flat[1:] != flat[:-1]).any(axis=1))
-            if self._saves(values.nbytes // len(values) * len(starts), values.nbytes):
-                values = values[starts]
-            else:
-                index = None
-        return self._put(name, kind, "plain", [_Pending(values.nbytes, [values])], values.shape[1:], index)
+            found = (flat[1:] != flat[:-1]).any(axis=1).tolist()
+            if self._saves(values.nbytes // len(values) * (1 + sum(found)), values.nbytes):
+                values, changes = values[[True, *found]], found
+        return self._put(name, kind, "plain", [_array(values)], values.shape[1:], changes)
 
     def add_text(self, name: str, kind: ColumnType, texts: Sequence[Any]) -> bool:
         """One text, or bytes, per row."""
-        encoded, bounds = _encoded(texts)
-        self._raw += len(encoded)
-        index = None
+        pieces, nbytes = _pieces(texts)
+        self._raw += nbytes
+        changes = None
         if kind.granularity is PROMPT and len(texts) > 1:
-            starts, index = _runs(texts)
-            fewer, fewer_bounds = _encoded([texts[start] for start in starts.tolist()])
-            if self._saves(len(fewer) + fewer_bounds.nbytes, len(encoded) + bounds.nbytes):
-                encoded, bounds = fewer, fewer_bounds
-            else:
-                index = None
-        return self._put(name, kind, "text", [_Pending(len(encoded), encoded), _array(bounds)], (), index)
+            found = list(map(ne, texts[1:], texts[:-1]))
+            fewer = list(compress(pieces, chain(_TRUE, found)))
+            once = sum(map(len, fewer))
+            if self._saves(once + 8 * len(fewer) + 8, nbytes + 8 * len(pieces) + 8):
+                pieces, nbytes, changes = fewer, once, found
+        pending = [_Pending(nbytes, _together(pieces)), _offsets(map(len, pieces), len(pieces))]
+        return self._put(name, kind, "text", pending, (), changes)
 
-    def _add_texts(self, name: str, kind: ColumnType, values: Ragged) -> bool:
-        axis = self._axis_of(kind, values.lengths)
+    def _add_texts(self, name: str, kind: ColumnType, values: Ragged, lengths: list[int]) -> bool:
+        axis = self._axis_of(kind, lengths)
         if axis is None:
             return False
-        lengths, offsets = axis.lengths, axis.offsets
-        encoded, bounds = _encoded(values.values.tolist())
-        self._raw += len(encoded)
-        index = None
+        offsets = axis.offsets
+        pieces, nbytes = _pieces(values.values.tolist())
+        self._raw += nbytes
+        changes = None
         if kind.granularity is PROMPT and len(values) > 1:
             rows = values.to_list()
-            starts, index = _runs(rows)
-            fewer, fewer_bounds = _encoded([text for start in starts.tolist() for text in rows[start]])
-            saved = len(fewer) + fewer_bounds.nbytes + 8 * len(starts)
-            if self._saves(saved, len(encoded) + bounds.nbytes + 8 * len(lengths)):
-                encoded, bounds, offsets = fewer, fewer_bounds, _offsets(lengths[starts])
-            else:
-                index = None
-        pending = [_Pending(len(encoded), encoded), _array(bounds), offsets]
-        return self._put(name, kind, "texts", pending, (), index)
+            found = list(map(ne, rows[1:], rows[:-1]))
+            fewer, once = _pieces([text for row in compress(rows, chain(_TRUE, found)) for text in row])
+            fewer_lengths = list(compress(lengths, chain(_TRUE, found)))
+            saved = once + 8 * len(fewer) + 8 + 8 * len(fewer_lengths)
+            if self._saves(saved, nbytes + 8 * len(pieces) + 8 + 8 * len(lengths)):
+                pieces, nbytes, offsets, changes = fewer, once, _offsets(fewer_lengths), found
+        pending = [_Pending(nbytes, _together(pieces)), _offsets(map(len, pieces), len(pieces)), offsets]
+        return self._put(name, kind, "texts", pending, (), changes)
 
-    def _axis_of(self, kind: ColumnType, lengths: np.ndarray | list[int]) -> _Axis | None:
+    def _axis_of(self, kind: ColumnType, lengths: list[int]) -> _Axis | None:
         """Row lengths, those of the TOKEN columns before; None when they should be and are not."""
         if kind.granularity is TOKEN and self._token is not None:
-            return self._token if self._token.has(lengths) else None
+            return self._token if self._token.lengths == lengths else None
         axis = _Axis(lengths)
         self._raw += axis.offsets.nbytes
         if kind.granularity is TOKEN:
@@ -258,15 +269,17 @@ class _Builder:
         encoding: str,
         pending: list[_Pending],
         inner: tuple[int, ...],
-        index: np.ndarray | None,
+        changes: list[bool] | None,
     ) -> bool:
-        if index is not None:
-            shared = next((p for known, p in self._indexes if np.array_equal(known, index)), None)
+        """`changes`: for each row but the first, whether its values are others than those before; None unless `once`."""
+        if changes is not None:
+            shared = next((p for known, p in self._indexes if known == changes), None)
             if shared is None:
-                shared = _array(index)
-                self._indexes.append((index, shared))
+                runs = accumulate(changes, initial=0)
+                shared = _array(np.fromiter(runs, np.int32, len(changes) + 1))
+                self._indexes.append((changes, shared))
             pending.append(shared)
-        self._columns.append((name, kind, encoding, pending, inner, index is not None))
+        self._columns.append((name, kind, encoding, pending, inner, changes is not None))
         return True
 
 
@@ -274,75 +287,65 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+_TRUE = (True,)
+"""The first row begins a run."""
+
+
 def _array(values: np.ndarray) -> _Pending:
-    return _Pending(values.nbytes, [values])
+    return _Pending(values.nbytes, values)
 
 
-def _offsets(lengths: np.ndarray) -> _Pending:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return _array(offsets)
+def _offsets(lengths: Iterable[int], count: int = -1) -> _Pending:
+    """Where each of `count` lengths begins, and the end, int64 [count + 1]."""
+    count = len(lengths) if isinstance(lengths, list) else count
+    return _array(np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1))
 
 
 class _Axis:
     """Row lengths that columns share."""
 
-    def __init__(self, lengths: np.ndarray | list[int]) -> None:
-        self.lengths = np.asarray(lengths, np.int64)
-        self.offsets = _offsets(self.lengths)
-        self.total = int(self.lengths.sum())
-        self.has_empty_rows = not self.lengths.all()
-        self._known = lengths
+    __slots__ = ("lengths", "offsets", "total")
 
-    def has(self, lengths: np.ndarray | list[int]) -> bool:
-        if isinstance(self._known, list) and isinstance(lengths, list):
-            return self._known == lengths  # comparing lists beats making an array
-        return np.array_equal(self.lengths, lengths)
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.offsets = _offsets(lengths)
+        self.total = sum(lengths)
 
 
-def _runs(keys: Sequence[Any], lengths: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """First row of each run of equal neighbours, and for each row its run (int32)."""
-    changes = np.fromiter(map(ne, keys[1:], keys[:-1]), np.bool_, len(keys) - 1)
-    if lengths is not None:  # values without bytes still have a number
-        changes |= lengths[1:] != lengths[:-1]
-    return _starts(changes)
-
-
-def _starts(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    first = np.concatenate([[True], changes])
-    return np.flatnonzero(first), np.cumsum(first, dtype=np.int32) - np.int32(1)
-
-
-def _encoded(texts: Sequence[Any]) -> tuple[bytes, np.ndarray]:
-    """All texts as bytes, end to end, and where each begins and ends, int64 [len + 1]."""
-    bounds = np.zeros(len(texts) + 1, np.int64)
+def _pieces(texts: Sequence[Any]) -> tuple[Sequence[Any], int]:
+    """Each text in a form whose length is that of its bytes, and the bytes of all."""
     if not texts or isinstance(texts[0], bytes):
-        pieces, joined = texts, b"".join(texts)
-    elif (text := "".join(texts)).isascii():
-        pieces, joined = texts, text.encode()
-    else:  # a lone surrogate is not UTF-8, and still must come back as it was
-        pieces = [text.encode(errors="surrogatepass") for text in texts]
-        joined = b"".join(pieces)
-    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=bounds[1:])
-    return joined, bounds
+        return texts, len(b"".join(texts))
+    text = "".join(texts)
+    if text.isascii():
+        return texts, len(text)
+    # a lone surrogate is not UTF-8, and still must come back as it was
+    pieces = [text.encode(errors="surrogatepass") for text in texts]
+    return pieces, sum(map(len, pieces))
 
 
-def _rows(parts: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+def _together(pieces: Sequence[Any]) -> bytes:
+    """What `_pieces` gave, end to end."""
+    return "".join(pieces).encode() if pieces and isinstance(pieces[0], str) else b"".join(pieces)
+
+
+def _rows(parts: Sequence[np.ndarray], lengths: list[int]) -> list[np.ndarray]:
     """The values of each row, from pieces of several rows."""
     flat = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return [flat[start:stop] for start, stop in pairwise(bounds.tolist())]
+    return [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
-def _to_bits(rows: Iterable[np.ndarray]) -> np.ndarray:
-    """One bit a value, least significant first, each row from a byte boundary."""
-    spread: list[bytes] = []
-    for row in map(np.ndarray.tobytes, rows):
-        spread += (row, _SPACES[-len(row) & 7])
-    return np.packbits(np.frombuffer(b"".join(spread), np.bool_), bitorder="little")
+def _to_bits(rows: Sequence[np.ndarray], lengths: list[int], numbers: int) -> np.ndarray:
+    """One bit a value, least significant first, each row from a byte boundary. `numbers` in one value."""
+    if not rows:
+        return np.zeros(0, np.uint8)
+    spread: list[Any] = [None] * (2 * len(rows))
+    spread[::2] = rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows]
+    spread[1::2] = [_SPACES[-length * numbers & 7] for length in lengths]
+    return np.packbits(np.concatenate(spread), bitorder="little")
 
 
-_SPACES = [bytes(count) for count in range(8)]
+_SPACES = [np.zeros(count, np.bool_) for count in range(8)]
 
 
 # ---------------------------------------------------------------------------------------------------------- preparing
@@ -473,18 +476,20 @@ def merge(parts: Sequence[tuple[Sequence[ColumnLayout], np.ndarray, int]]) -> Pr
             values = [one.values() for one in stored if one.num_rows] or [stored[0].values()]
             builder.add(name, kind, np.concatenate(values))  # type: ignore[arg-type]
         elif first.encoding == "text" and kind.granularity is not PROMPT:
-            builder.add_encoded(name, kind, [one.bytes(0) for one in stored], _joined(one.bounds() for one in stored))
+            builder.add_encoded(
+                name, kind, [one.bytes(0) for one in stored], _joined(one.bounds() for one in stored).tolist()
+            )
         elif first.encoding in ("text", "texts"):
             _add_texts(builder, name, kind, [one.values() for one in stored])
         elif kind.granularity is PROMPT:
             rows = [row for one in stored for row in one.rows()]
             builder.add_list(name, kind, rows, list(map(len, rows)), inner)
         elif first.encoding == "bits":
-            lengths = _joined(one.offsets() for one in stored)
+            lengths = _joined(one.offsets() for one in stored).tolist()
             builder.add_bits(name, kind, [one.bytes(0) for one in stored], lengths, inner)
         else:
             flat = [one.flat() for one in stored]
-            builder.add_list(name, kind, flat, _joined(one.offsets() for one in stored), inner)
+            builder.add_list(name, kind, flat, _joined(one.offsets() for one in stored).tolist(), inner)
     return builder.finish()
 
 
