@@ -98,7 +98,7 @@ class Prepared:
                 "`prepared.nbytes`"
             )
         into = into[: self.nbytes]
-        raw = memoryview(into)
+        raw = into.data
         typed: dict[np.dtype[Any], np.ndarray] = {}  # the block seen as each dtype, once
         for pending in self._pending:
             source, place = pending.source, pending.place
@@ -377,72 +377,125 @@ def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTy
 
 def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> Prepared | None:
     """None when the rows are not as they should be."""
-    columns = _columns_of(rows, types)
+    plan = _plan_of(types)
+    columns = _columns_of(rows, plan)
     if columns is None:
         return None
     builder = _Builder(len(rows))
-    for name, kind in types.items():
-        values = columns[name]
+    for (name, kind, how, dtype), values in zip(plan.columns, columns, strict=True):
         kinds = set(map(type, values))
         if not kinds <= _KNOWN:
             values = _arrays(values)
             kinds = set(map(type, values))
         if type(None) in kinds:
             return None
-        if kinds == {np.ndarray} and _are_parts(values, kind):
+        if how == _FLAT and kinds == _ARRAY and _are_flat(values, dtype):
+            done = builder.add_list(name, kind, values, list(map(len, values)), ())
+        elif how == _LISTS and kinds == _ARRAY and _are_parts(values, dtype):
             inner = values[0].shape[1:]
             done = builder.add_list(name, _typed(name, kind, inner), values, list(map(len, values)), inner)
-        elif kinds == {_TEXT.get(kind.dtype)} and not is_list_column(kind):
-            done = builder.add_text(name, _typed(name, kind, ()), values)
+        elif how == _NUMBER and kinds == _FLOAT and (numbers := _floats(values, dtype)) is not None:
+            done = builder.add_plain(name, kind, numbers)
+        elif how == _TEXT and kinds == {str if kind.dtype == "str" else bytes}:
+            done = builder.add_text(name, kind, values)
         else:
-            stored, kind = to_stored(name, values, _checked(name, kind), len(rows))
+            stored, kind = to_stored(name, list(values), kind, len(rows))
             done = builder.add(name, kind, stored)
         if not done:
             return None
     return builder.finish()
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnType]) -> dict[str, list[Any]] | None:
+_FLAT, _LISTS, _NUMBER, _TEXT, _OTHER = range(5)
+"""Of a column: arrays [T] of numbers, arrays [T, *inner], one number, one text, anything else."""
+
+
+class _Plan:
+    """What does not change from one call to the next with the same types."""
+
+    __slots__ = ("columns", "names", "pick", "types")
+
+    def __init__(self, types: Mapping[str, ColumnType]) -> None:
+        self.types = tuple(types.values())
+        self.names = tuple(types)
+        self.pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
+        self.columns = [(name, kind, _how(name, kind), NUMPY_DTYPES[kind.dtype]) for name, kind in types.items()]
+
+
+def _how(name: str, kind: ColumnType) -> int:
+    Column(name, kind)  # refuses names that are no identifiers
+    check_storable(name, kind)
+    if not kind.is_numeric:
+        return _OTHER if is_list_column(kind) or kind.inner else _TEXT
+    if is_list_column(kind):
+        return _LISTS if inner_lengths(kind) else _FLAT
+    return _OTHER if kind.inner else _NUMBER
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_MOST_PLANS = 256
+
+
+def _plan_of(types: Mapping[str, ColumnType]) -> _Plan:
+    # types are compared by identity, which is faster; a plan keeps its own, so that no other comes to have their ids
+    key = (*types, *map(id, types.values()))
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _Plan(types)
+    return plan
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]], plan: _Plan) -> list[Sequence[Any]] | None:
     """The values of each column; None unless every row has all of the columns and no other."""
-    if not rows or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(types)}:
+    if not rows or set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(plan.names)}:
         return None
     try:
-        return {name: list(map(itemgetter(name), rows)) for name in types}
+        if plan.pick is None:
+            return [[row[name] for row in rows] for name in plan.names]
+        return list(zip(*map(plan.pick, rows), strict=True))
     except KeyError:
         return None
 
 
 _KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
-_TEXT = {"str": str, "bytes": bytes}
-
-
-@lru_cache(maxsize=1024)
-def _checked(name: str, kind: ColumnType) -> ColumnType:
-    Column(name, kind)  # refuses names that are no identifiers
-    check_storable(name, kind)
-    return kind
+_ARRAY, _FLOAT = {np.ndarray}, {float}
 
 
 @lru_cache(maxsize=1024)
 def _typed(name: str, kind: ColumnType, inner: tuple[int, ...]) -> ColumnType:
     """With inner lengths filled in."""
-    return with_lengths(name, _checked(name, kind), np.empty((0, *inner)))
+    return with_lengths(name, kind, np.empty((0, *inner)))
 
 
-def _are_parts(values: Sequence[np.ndarray], kind: ColumnType) -> bool:
-    """Whether arrays can stand end to end as they are."""
-    dtype = NUMPY_DTYPES[kind.dtype]
-    if not kind.is_numeric or not is_list_column(kind) or list(map(_DTYPE, values)).count(dtype) != len(values):
+def _are_flat(values: Sequence[np.ndarray], dtype: np.dtype[Any]) -> bool:
+    """Whether arrays can stand end to end as they are, [T]."""
+    count = len(values)
+    return list(map(_DTYPE, values)).count(dtype) == count and list(map(_NDIM, values)).count(1) == count
+
+
+def _are_parts(values: Sequence[np.ndarray], dtype: np.dtype[Any]) -> bool:
+    """The same for [T, *inner]."""
+    if list(map(_DTYPE, values)).count(dtype) != len(values):
         return False
-    if not inner_lengths(kind):
-        return list(map(_NDIM, values)).count(1) == len(values)
     return values[0].ndim > 0 and len({value.shape[1:] for value in values}) == 1
 
 
+def _floats(values: Sequence[float], dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Floats of Python as the column has them; None when that is not for here to say."""
+    most = _LARGEST.get(dtype)
+    numbers = np.array(values)
+    if most is None or not np.abs(numbers).max() <= most:  # NaN, too
+        return None
+    return numbers.astype(dtype)
+
+
+_LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float16, np.float32, np.float64)}
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
-def _arrays(values: list[Any]) -> list[Any]:
+def _arrays(values: Sequence[Any]) -> Sequence[Any]:
     """With torch tensors that share their memory with NumPy as arrays; torch is not imported for it."""
     torch = sys.modules.get("torch")
     if torch is None:
