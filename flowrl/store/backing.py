@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +24,8 @@ import numpy as np
 
 from flowrl.errors import StoreError
 from flowrl.store import layout as layouts
-from flowrl.store.arena import Arenas, Block, Mapped
-from flowrl.store.catalog import DISK, Catalog, Record, Segment
+from flowrl.store.arena import Arenas, Block, Mapped, remove_unused
+from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Record, Segment
 from flowrl.store.log import CommitLog, LocalLog
 from flowrl.store.presence import LocalPresence, Presence
 from flowrl.store.staging import ArrayCarrier
@@ -65,6 +66,8 @@ class Backing:
         self._waiting_bytes = 0
         self.folder: Path | None = None
         """The table's own, where its files are; None for a table in memory only."""
+        self.memory: Path | None = None
+        """The folder of its memory; None for a table of one process."""
         self.readonly = False
         self.removes_files = False
         """Whether this process removes the files of rows that are gone."""
@@ -72,6 +75,14 @@ class Backing:
         """Files of retired segments that somebody may still read."""
         self._counter = 0
         self._places: dict[int, dict[str, layouts.Places]] = {}
+        self._dropped: deque[tuple[str, str, tuple[Record, ...]]] = deque()
+        """Claims that nobody holds any more: node, token, what is to be said before they are given back."""
+        self._depth = 0
+        self._compact_at = COMPACT_BYTES
+        self._tidied = 0
+        """Bytes of our arenas when others' were last looked at."""
+        self.writing = threading.Lock()
+        """Appends of one process follow each other; those of several are ordered by the log."""
         self._leaving = False
         self.closed = False
         self._forks = 0
@@ -93,18 +104,39 @@ class Backing:
     def transaction(self, timeout_s: float = 30.0) -> Iterator[Catalog]:
         """The catalog as of now, with nobody else changing it until the end.
 
-        A table that is opened to be read only has no part in the locking: its catalog stays as it is, and rows that a writer
-        drops meanwhile may be overwritten unless this process could announce what it reads.
+        A reader that could not announce itself in the table's memory (it may not write there) takes no lock: its catalog stays
+        as it is inside, and rows that a writer drops meanwhile may be overwritten under it.
         """
         self.check_open()
-        if self.readonly:
+        if self.presence is None:
             with self.mutex:
-                self.replay()
-                yield self.catalog
+                if not self._depth:
+                    self.replay()
+                self._depth += 1
+                try:
+                    yield self.catalog
+                finally:
+                    self._depth -= 1
             return
         with self.log.transaction(timeout_s):
             self.replay()
-            yield self.catalog
+            if self._dropped and not self.readonly and not self._depth:
+                self._commit_dropped()
+            self._depth += 1
+            try:
+                yield self.catalog
+            finally:
+                self._depth -= 1
+
+    def drop(self, node: str, token: str, *records: Record) -> None:
+        """Give a claim back with the next transaction of this process. May be called by the collector, anywhere."""
+        self._dropped.append((node, token, records))
+
+    def _commit_dropped(self) -> None:
+        while self._dropped:
+            node, token, records = self._dropped.popleft()
+            if node in self.catalog.nodes and token in self.catalog.nodes[node].open:
+                self.commit(*records, {"kind": "release", "node": node, "token": token})
 
     def commit(self, *records: Record) -> None:
         """Make the records part of the table, all or none. Inside a transaction."""
@@ -113,9 +145,21 @@ class Backing:
                 for record in records:
                     self.catalog.apply(record)
         self.replay()
-        if self.log.bytes_since_snapshot > max(COMPACT_BYTES, 2 * self.log.snapshot_bytes):
+        if self.log.bytes_since_snapshot > max(self._compact_at, 2 * self.log.snapshot_bytes):
+            self._compact()
+
+    def _compact(self) -> None:
+        try:
             self.log.compact(self.catalog.snapshot())
-            self.replay()
+            self._compact_at = COMPACT_BYTES
+        except (
+            StoreError
+        ) as error:  # what was committed is committed; the log is as it was, only longer than it should be
+            if self._compact_at == COMPACT_BYTES:
+                warnings.warn(f"the table goes on with a log that grows: {error}", stacklevel=2)
+            self._compact_at = self.log.bytes_since_snapshot + COMPACT_BYTES
+            return
+        self.replay()
 
     def check_open(self) -> None:
         if self.closed:
@@ -263,7 +307,21 @@ class Backing:
         gone = [slot for slot in slots if not self.presence.is_alive(slot)]
         if gone:
             self.commit(*({"kind": "gone", "slot": slot} for slot in gone))
+            self.remove_unused()
         return bool(gone)
+
+    def tidy(self) -> None:
+        """When our memory has grown, look for memory of ended processes that has no rows any more. Inside a transaction."""
+        if self.arenas is not None and self.arenas.reserved_bytes > self._tidied:
+            self._tidied = self.arenas.reserved_bytes
+            self.remove_unused()
+
+    def remove_unused(self) -> None:
+        """Remove memory of ended processes in which no row lies any more. Inside a transaction."""
+        if self.presence is None or self.memory is None:
+            return
+        in_use = {str(s.place[0]) for tier in (HOT, PACKED) for s in self.catalog.tiers[tier].values()}
+        remove_unused(self.memory, in_use, self.presence.is_alive)
 
     def close(self, *, keep: bool) -> None:
         """End this process's part. With `keep`, its arenas stay for others.
@@ -281,7 +339,9 @@ class Backing:
 
     def in_child(self) -> None:
         """After a fork, in the child: it has no pins, and blocks and files that wait are the parent's to free."""
-        self.mutex, self._idle = threading.RLock(), threading.Lock()
+        self.mutex, self._idle, self.writing = threading.RLock(), threading.Lock(), threading.Lock()
+        self._depth = 0
+        self._dropped.clear()
         self._roots = weakref.WeakValueDictionary()
         self._unpinned.clear()
         self._waiting.clear()

@@ -102,6 +102,10 @@ class Units:
         """Rows of each batch, int64 [M], as full as the bounds let them be. `order` [U] of the units; None as they are."""
         rows, starts = self._ordered(order)
         bounds = self._bounds
+        if bounds.tokens is None and bounds.rows is not None and not self._is_grouped:
+            for first in range(0, len(rows), bounds.rows):
+                yield rows[first : first + bounds.rows]
+            return
         tokens = None
         if bounds.tokens is not None and not bounds.is_padded:
             tokens = np.zeros(len(self) + 1, np.int64)

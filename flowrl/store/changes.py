@@ -73,8 +73,10 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
         while True:
             with backing.transaction(bounds.timeout_s) as catalog:
                 _check_not_finished(catalog)
-                gone = _leaving(catalog, bounds, stored, nbytes)
-                if gone is not None:
+                if bounds.on_full == "raise":
+                    _raise_if_full(catalog, bounds, stored, nbytes)
+                gone = _leaving(backing, bounds, stored, nbytes)
+                if not (bounds.on_full == "wait" and _lacking(backing, bounds, stored, nbytes, gone)):
                     first = catalog.appended
                     grown = first - catalog.chunks[-1] if catalog.chunks else 0
                     fits = not skipped and grown + pieces[0].stop <= bounds.chunk_rows if pieces else True
@@ -83,7 +85,8 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
                         pieces[0] = replace(pieces[0], opens=True)
                     records = [] if rows.fits == catalog.columns_version else _columns_records(catalog, rows.types)
                     record = _append_record(rows, pieces, segments, groups, first, skipped)
-                    backing.commit(*records, *gone, record)
+                    backing.commit(*records, *(gone or ()), record)
+                    backing.tidy()
                     closed = grown > 0 and (bool(record["chunks"]) or grown + stored >= bounds.chunk_rows)
                     break
             make_room(backing, bounds, stored, nbytes, until)  # another process took it
@@ -189,11 +192,11 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: f
             if bounds.on_full == "raise":
                 _raise_if_full(catalog, bounds, rows, nbytes)
                 return
-            gone = _leaving(catalog, bounds, rows, nbytes)
+            gone = _leaving(backing, bounds, rows, nbytes)
             if gone and bounds.max_bytes is not None:
                 backing.commit(*gone)
                 backing.recycle()
-                gone = _leaving(catalog, bounds, rows, nbytes)
+                gone = _leaving(backing, bounds, rows, nbytes)
             lacking = _lacking(backing, bounds, rows, nbytes, gone)
             if not lacking:
                 return
@@ -217,11 +220,12 @@ def _check_fits(bounds: Bounds, rows: int, nbytes: int) -> None:
         )
 
 
-def _leaving(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int) -> list[Record] | None:
+def _leaving(backing: Backing, bounds: Bounds, rows: int, nbytes: int) -> list[Record] | None:
     """The eviction that makes room for what comes; none when there is room; None when rows would have to stay that may
     not: with on_full="wait", those that consumers are not done with."""
     if bounds.on_full == "raise":
         return []
+    catalog = backing.catalog
     is_waiting = bounds.on_full == "wait"
     gone = RowSet()
     if bounds.max_rows is not None:
@@ -231,7 +235,9 @@ def _leaving(catalog: Catalog, bounds: Bounds, rows: int, nbytes: int) -> list[R
             if is_waiting and len(gone) < over:
                 return None
     if bounds.max_bytes is not None:
-        over = sum(catalog.bytes.values()) + nbytes - bounds.max_bytes
+        # what readers still hold counts with "wait", so that memory stays bounded; more leaves for it
+        pinned = backing.pinned_bytes if is_waiting else 0
+        over = sum(catalog.bytes.values()) + pinned + nbytes - bounds.max_bytes
         if over > 0:
             gone.update(catalog.evictable_for(over, only_done=is_waiting))
     return [{"kind": "evict", "rows": gone.pairs()}] if gone else []

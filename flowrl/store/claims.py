@@ -11,7 +11,6 @@ waiting -> claimed -> done                a consumer that dies gives its claims 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -43,9 +42,17 @@ class Claim:
     """Some rows, and the right to be the only consumer of a node that has them."""
 
     def __init__(self, backing: Backing, node: str, token: str, pairs: Pairs, view: View) -> None:
-        self.backing, self.node, self.view = backing, node, view
+        self.backing, self.node = backing, node
         self._token, self._pairs = token, pairs
+        self._view: View | None = view
         self.is_open = True
+
+    @property
+    def view(self) -> View:
+        """The rows. Errors: StoreError when the claim has ended: its memory is given out again."""
+        if self._view is None:
+            raise StoreError(f"this claim of node '{self.node}' has ended; read its rows before done() or release()")
+        return self._view
 
     def __len__(self) -> int:
         return length(self._pairs)
@@ -81,7 +88,9 @@ class Claim:
 
     def part_done(self, start: int, stop: int) -> Record:
         """The record that some of the rows are used, by their place in the claim."""
-        return {"kind": "done", "node": self.node, "token": self._token, "rows": _part(self._pairs, start, stop)}
+        return {
+            "kind": "done", "node": self.node, "token": self._token, "rows": _part(self._pairs, start, stop)
+        }  # fmt: skip
 
     def commit(self, record: Record) -> None:
         """Errors: StoreError when the claim is gone."""
@@ -89,7 +98,20 @@ class Claim:
 
     def _end(self, kind: str) -> None:
         self._commit({"kind": kind, "node": self.node, "token": self._token})
-        self.is_open = False
+        self.end()
+
+    def end(self) -> None:
+        """It is over, and everyone knows or will."""
+        self.is_open, self._view = False, None
+
+    def drop(self, *records: Record) -> None:
+        """Give the rows back with the next thing this process does to the table. For collectors."""
+        if self.is_open:
+            self.end()
+            self.backing.drop(self.node, self._token, *records)
+
+    def __del__(self) -> None:
+        self.drop()
 
     def _commit(self, record: Record) -> None:
         if not self.is_open:
@@ -97,7 +119,7 @@ class Claim:
         with self.backing.transaction() as catalog:
             node = catalog.nodes.get(self.node)
             if node is None or self._token not in node.open:
-                self.is_open = False
+                self.end()
                 raise StoreError(
                     f"the claim of node '{self.node}' is gone: the table took the rows back because the process that "
                     "claimed them was found dead, or the table was restored"
@@ -310,7 +332,8 @@ class Stream(Iterator["Batch"]):
         before = self._claim
         also = None if before is None else before.part_done(self._told, self._used)
         if before is not None:
-            self._claim, before.is_open = None, False  # told with the next claim
+            self._claim = None
+            before.end()  # told with the next claim
         self._claim = self._take(self._batch_rows * self._ahead, also)
         self._told = self._used = self._next = 0
         self._told_at = time.monotonic()
@@ -343,8 +366,9 @@ class Stream(Iterator["Batch"]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_claim", None) is not None and not sys.is_finalizing():
-            self.close()
+        claim: Claim | None = getattr(self, "_claim", None)
+        if claim is not None and claim.is_open:
+            claim.drop(*([claim.part_done(self._told, self._used)] if self._used > self._told else []))
 
 
 __all__ = ["Claim", "Stream", "check_layout", "claim"]

@@ -210,6 +210,8 @@ class CommitLog:
         Errors: StoreError when there is no space; the log is then as it was. TypeError for what JSON does not know.
         """
         self._check_inside()
+        if self._readonly:
+            raise StoreError(f"the table in {self._folder} was opened with readonly=True; open it without to change it")
         text = _encode(records).encode()
         place = self._places[_PLACE]
         generation, offset = place >> _SHIFT, place & _OFFSET
@@ -293,15 +295,12 @@ class CommitLog:
             )
         try:
             if self._depth == 0:
-                if self._readonly:
-                    raise StoreError(
-                        f"the table in {self._folder} was opened with readonly=True; open it without to change it"
-                    )
                 self._check_open()
                 if self._files.lock < 0:
                     self._files.lock = self._open_lock()
                 self._flock(deadline, timeout_s)
-                self._words[_HOLDER] = os.getpid()
+                if not self._readonly:
+                    self._words[_HOLDER] = os.getpid()
             self._depth += 1
         except BaseException:
             self._threads.release()
@@ -334,7 +333,7 @@ class CommitLog:
 
     def _open_lock(self) -> int:
         try:
-            return os.open(self._folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            return os.open(self._folder / "lock", (os.O_RDONLY if self._readonly else os.O_RDWR) | os.O_CLOEXEC)
         except OSError as error:
             raise StoreError(
                 f"{self._folder}/lock cannot be opened: {error}; the table may have been removed"
@@ -347,7 +346,8 @@ class CommitLog:
         ring = False
         if self._depth == 0:
             ring, self._ring = self._ring, False
-            self._words[_HOLDER] = 0
+            if not self._readonly:
+                self._words[_HOLDER] = 0
             if self._files.lock >= 0:
                 fcntl.flock(self._files.lock, fcntl.LOCK_UN)
         self._threads.release()

@@ -11,15 +11,15 @@ one to open the table removes.
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flowrl.errors import FlowError, WaitTimeout
+from flowrl.errors import WaitTimeout
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Segment
 from flowrl.store.reading import Part, Source, View, parsed_layouts
@@ -54,14 +54,13 @@ class Mover:
         self._backing, self._tiers = backing, tiers
         self._codecs: dict[tuple[str, str], str] = {}
         """By column and tier; chosen on the first segment that moves."""
-        self._wake = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
         self._working = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._state = threading.Condition()
+        self._busy = self._again = self._stopping = False
+        """A thread is at work; it is to look once more before it ends; none is to begin."""
         self.error: BaseException | None = None
         """Why the thread gave up, to be raised at the next change."""
+        _living.add(self)
 
     # ------------------------------------------------------------------------------------------------------ one move
 
@@ -165,83 +164,64 @@ class Mover:
     def catch_up(self) -> None:
         """Make every move that the bounds ask for, on this thread."""
         with self._working:
-            while (move := self.next_move()) is not None:
+            while not self._stopping and (move := self.next_move()) is not None:
                 move()
 
     # ------------------------------------------------------------------------------------------------------- the thread
 
     def poke(self) -> None:
-        """Rows have come: look whether something has to move."""
-        if not self._tiers.moves or self._stopping:
+        """Rows have come: begin to move what has to. Never raises; see `raise_error`."""
+        if not self._tiers.moves or self.next_move() is None:
             return
-        if self.error is not None:
+        with self._state:
+            self._again = True
+            if not self._busy and not self._stopping:
+                self._busy = True
+                threading.Thread(target=self._run, name="flowrl-table-mover", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                if not self._again or self._stopping:
+                    self._busy = False
+                    self._state.notify_all()
+                    return
+                self._again = False
+            try:
+                self.catch_up()
+            except BaseException as error:  # rows stay where they are, and the next change says why
+                with self._state:
+                    self.error, self._busy, self._again = error, False, False
+                    self._state.notify_all()
+                return
+
+    def raise_error(self) -> None:
+        """Raise what the thread met (a full disk), once."""
+        with self._state:
             error, self.error = self.error, None
+        if error is not None:
             raise error
-        if self._wake.is_set() or self.next_move() is None:
-            return
-        self._idle.clear()
-        self._wake.set()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self),), name="flowrl-table-mover", daemon=True
-            )
-            self._thread.start()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until nothing has to move. Errors: WaitTimeout; whatever the thread met (a full disk)."""
+        """Wait until nothing has to move. Errors: WaitTimeout; whatever the thread met."""
+        self.raise_error()
         self.poke()
-        if not self._idle.wait(timeout_s):
-            raise WaitTimeout(
-                f"waited {timeout_s:g} s for rows to be compressed and written to files; is the disk slow?"
-            )
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        with self._state:
+            if not self._state.wait_for(lambda: not self._busy, timeout_s):
+                raise WaitTimeout(
+                    f"waited {timeout_s:g} s for rows to be compressed and written to files; is the disk slow?"
+                )
+        self.raise_error()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        self._stopping = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        with self._state:
+            self._stopping = True
+            self._state.wait_for(lambda: not self._busy, timeout_s)
 
-    def _work(self) -> bool:
-        """One round; whether the thread goes on."""
-        try:
-            self._wake.clear()
-            while not self._stopping:
-                with self._working:
-                    move = self.next_move()
-                    if move is None:
-                        break
-                    move()
-        except (
-            FlowError,
-            OSError,
-        ) as error:  # a full disk or memory: rows stay where they are, and the next change says so
-            self.error = error
-            self._idle.set()
-            return False
-        if not self._wake.is_set():
-            self._idle.set()
-        return not self._stopping
-
-
-def _run(owner: weakref.ref[Mover]) -> None:
-    """The thread's loop. It ends by itself when there was nothing to do for a second, or nobody has the table any more."""
-    last = time.monotonic()
-    while True:
-        mover = owner()
-        if mover is None:
-            return
-        wake = mover._wake
-        if wake.is_set():
-            if not mover._work():
-                return
-            last = time.monotonic()
-        elif time.monotonic() - last > 1.0:
-            return
-        del mover
-        wake.wait(0.2)
+    def in_child(self) -> None:
+        """After a fork, in the child, which has no thread."""
+        self._working, self._state = threading.Lock(), threading.Condition()
+        self._busy = self._again = False
 
 
 def oldest(catalog: Catalog, tiers: tuple[str, ...]) -> Segment | None:
@@ -255,3 +235,14 @@ def oldest(catalog: Catalog, tiers: tuple[str, ...]) -> Segment | None:
             if segment.stop <= grows and not claimed.meets(segment.first, segment.stop):
                 return segment
     return None
+
+
+_living: weakref.WeakSet[Mover] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for mover in _living:
+        mover.in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)

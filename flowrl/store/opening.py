@@ -65,6 +65,7 @@ def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: 
         shutil.rmtree(folder, ignore_errors=True)
         raise
     backing = Backing(log, presence, Arenas(folder, lambda: presence.slot), Mapped(folder))
+    backing.memory = folder
     with backing.transaction():
         if path is not None:
             _point(folder / PATH, str(path))
@@ -145,7 +146,7 @@ def _joined(log: CommitLog, memory: Path | None, path: Path | None, readonly: bo
             joined = presence
             arenas = Arenas(memory, lambda: joined.slot)
     backing = Backing(log, presence, arenas, Mapped(memory if memory is not None else Path("/nowhere")))
-    backing.readonly = readonly
+    backing.readonly, backing.memory = readonly, memory
     backing.replay()
     lost = [
         s.uid
@@ -172,8 +173,11 @@ def _joined(log: CommitLog, memory: Path | None, path: Path | None, readonly: bo
                 "machine was restarted, or the memory was removed, before they were written to files",
                 stacklevel=4,
             )
-    if not readonly and path is not None:
-        _remove_strays(backing, path)
+    if not readonly:
+        with backing.transaction():
+            backing.remove_unused()
+        if path is not None:
+            _remove_strays(backing, path)
     name = str(path) if path is not None else str(memory.name if memory is not None else "")
     return Opened(backing, name, memory, path)
 

@@ -84,16 +84,7 @@ class View:
         for start, stop in pairs:
             for first, end in catalog.chunk_ranges(start, stop):
                 parts += _parts(backing, max(start, first), min(stop, end), families)
-        view = cls(parts, types, backing)
-        if backing.readonly and not view._is_current():  # nobody waits for a reader that has no part in the lock
-            return cls.of(backing, [pair for a, b in pairs for pair in catalog.alive.clip(a, b)], columns)
-        return view
-
-    def _is_current(self) -> bool:
-        """Whether every segment was in the catalog after it was pinned, so that its writer sees the pin."""
-        self._backing.replay()
-        known = self._backing.catalog.segments
-        return all(source.segment.uid in known for part in self.parts for source in part.sources)
+        return cls(parts, types, backing)
 
     # ---------------------------------------------------------------------------------------------- as a row source
 
@@ -322,10 +313,10 @@ def lengths_of(batch: RowBatch) -> np.ndarray | None:
 
 def _not_ready(catalog: Catalog, name: str, pairs: Pairs) -> str:
     missing = [pair for start, stop in pairs for pair in catalog.missing(name, start, stop)]
+    first = f" (the first is row number {missing[0][0]})" if missing else ""
     return (
-        f"column '{name}' is not there yet for {length(missing)} of {length(pairs)} rows (the first is row number "
-        f"{missing[0][0]}); fill it (table.fill), wait for it (table.claim hands out rows that have their columns), or "
-        "choose other columns"
+        f"column '{name}' is not there yet for {length(missing)} of {length(pairs)} rows{first}; fill it (table.fill), "
+        "wait for it (table.claim hands out rows that have their columns), or choose other columns"
     )
 
 

@@ -17,7 +17,6 @@ get what was there when they asked: appending, evicting and moving never disturb
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +156,6 @@ class ExperienceTable:
         self._mover = Mover(self._backing, tiers)
         self._schema: tuple[int, TableSchema | None, frozenset[str]] | None = None
         """Version of the columns; those that rows bring, None while unknown; those that are filled later."""
-        self._writing = threading.Lock()
-        """Appends of one process follow each other; those of several are ordered by the log."""
         if self._path is not None and not readonly:
             self._backing.removes_files = True
         self._end = weakref.finalize(self, _leave, self._backing, self._mover, opened, readonly, os.getpid())
@@ -258,7 +255,8 @@ class ExperienceTable:
         changed.
         """
         self._check_writable()
-        with self._writing:
+        self._mover.raise_error()
+        with self._backing.writing:
             catalog = self._now()
             with self._backing.mutex:
                 if self._schema is None or self._schema[0] != catalog.columns_version:
@@ -286,7 +284,8 @@ class ExperienceTable:
         Errors: SchemaError when the column exists, or for a wrong length or dtype; DataError for missing values.
         """
         self._check_writable()
-        with self._writing:
+        self._mover.raise_error()
+        with self._backing.writing:
             changes.add_column(self._backing, name, values, kind, self.timeout_s)
         self._mover.poke()
 
@@ -303,7 +302,8 @@ class ExperienceTable:
         number that was never given out.
         """
         self._check_writable()
-        with self._writing:
+        self._mover.raise_error()
+        with self._backing.writing:
             with self._backing.mutex:
                 check_columns(self._now(), name)
             filled = changes.fill(self._backing, name, numbers, values, self.timeout_s)
@@ -566,7 +566,7 @@ class ExperienceTable:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become the table that `state` was taken from; what was here is gone."""
         self._check_writable()
-        with self._writing, self._backing.transaction(self.timeout_s):
+        with self._backing.writing, self._backing.transaction(self.timeout_s):
             changes.restore(self._backing, state, self._bounds)
 
     def close(self) -> None:

@@ -71,16 +71,17 @@ class HostCarrier(ArrayCarrier):
         super().__init__(ahead)
         if allocate is not None:
             self.pool = StagingPool(allocate, most=ahead + 2)
-        self._device = device
-
-    def ship(self, arrays: Mapping[str, np.ndarray], block: np.ndarray | None, nbytes: int) -> Staged:
         import torch
 
-        from_numpy = torch.from_numpy
-        made = {name: from_numpy(array) for name, array in arrays.items()}
-        if self._device.type != "cpu":
-            made = {name: tensor.to(self._device) for name, tensor in made.items()}
-        return Staged(made)
+        self._device, self._is_here = device, device.type == "cpu"
+        self._from_numpy = torch.from_numpy
+
+    def ship(self, arrays: Mapping[str, np.ndarray], block: np.ndarray | None, nbytes: int) -> Staged:
+        made, from_numpy = Staged(), self._from_numpy
+        for name, array in arrays.items():
+            tensor = from_numpy(array)
+            made[name] = tensor if self._is_here else tensor.to(self._device)
+        return made
 
 
 class _Moved(Staged):

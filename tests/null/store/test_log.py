@@ -193,7 +193,7 @@ def test_permission_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest
             assert not any(flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) for flags in asked)
         assert not log.wait(log.sequence, 0)
         with pytest.raises(StoreError, match="readonly=True"), log.transaction():
-            pass
+            log.append({"n": 1})
         log.close()
     finally:
         tmp_path.chmod(0o755)
