@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from flowrl.schema.types import SAMPLE
+from flowrl.store import backing
 from flowrl.store.folders import shm_folder
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
@@ -183,3 +185,115 @@ def test_memory_of_killed_processes_is_taken_back(tmp_path: Path, has_path: bool
         with ExperienceTable.open(path) as table:
             assert returned <= table.appended <= returned + 8
             check_rows(table.batch(), np.arange(table.appended))
+
+
+# ------------------------------------------------------------------------------------------- killed at a chosen instant
+
+CALLS = (
+    "open",
+    "pwrite",
+    "posix_fallocate",
+    "replace",
+    "rename",
+    "unlink",
+    "remove",
+    "rmdir",
+    "fsync",
+    "fdatasync",
+    "mkdir",
+)
+"""Calls that change what lies on disk or in memory; a process is killed just before or just after one of them."""
+
+
+def live_a_life(path: Path, returned: Synchronized[int], evicted: Synchronized[int], dies_at: int) -> None:
+    """Everything a table does, from opening to closing; killed at the call `dies_at`, and at none when it is 0."""
+    calls = 0
+
+    def watched(plain: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = plain(*args, **options)
+            calls += 1
+            if calls == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, watched(getattr(os, name)))
+    backing.COMPACT_BYTES = 6000
+    table = ExperienceTable.open(path)
+    at = table.appended
+    for rows in (8, 40, 3, 16, 40, 8):
+        numbers = table.append(rows_for(table, at, at + rows))
+        at += rows
+        returned.value = at
+        table.fill("reward", list(numbers), np.arange(numbers.start, numbers.stop, dtype=np.float32))
+    claim = table.claim("train", 20, ["number"])
+    assert claim is not None
+    claim.done()
+    table.compress()
+    table.spill()
+    evicted.value = int(table.numbers[29]) + 1
+    table.evict(np.arange(evicted.value))
+    table.append(rows_for(table, at, at + 40))
+    returned.value = at + 40
+    table.close()
+    returned.value = -calls
+    os._exit(0)
+
+
+def run_a_life(path: Path, dies_at: int) -> tuple[int, int, int]:
+    """Rows whose append came back, the first row that must be there, and calls made when it lived to its end."""
+    returned: Synchronized[int] = FORK.Value("q", 0, lock=False)  # type: ignore[assignment]
+    evicted: Synchronized[int] = FORK.Value("q", 0, lock=False)  # type: ignore[assignment]
+    child = FORK.Process(target=live_a_life, args=(path, returned, evicted, dies_at), daemon=True)
+    child.start()
+    child.join(LONG_S)
+    assert child.exitcode == (-signal.SIGKILL if dies_at and returned.value >= 0 else 0)
+    return returned.value, evicted.value, -returned.value
+
+
+def die_everywhere(tmp_path: Path, stride: int) -> None:
+    start = tmp_path / "start"
+    with ExperienceTable(chunk_rows=32, path=start, compression="lz4", hot_bytes=1 << 20) as table:
+        table.append(batch_of(0, 70))
+        table.add_column("reward", None, SAMPLE.f32)
+    shutil.copytree(start, tmp_path / "whole")
+    _, _, calls = run_a_life(tmp_path / "whole", 0)
+    assert calls > 200
+    for dies_at in range(1, calls + 1, stride):
+        path = tmp_path / f"killed-{dies_at}"
+        shutil.copytree(start, path)
+        returned, evicted, _ = run_a_life(path, dies_at)
+        note = f"killed at call {dies_at} of {calls}"
+        with ExperienceTable.open(path) as table:
+            assert max(returned, 70) <= table.appended <= max(returned, 70) + 40, note
+            numbers = table.numbers
+            first = int(numbers[0]) if len(numbers) else table.appended
+            assert first in (0, evicted), note
+            assert np.array_equal(numbers, np.arange(first, table.appended)), note
+            check_whole(table.batch([n for n in table.columns if n != "reward"]), numbers)
+            check_filled(table)
+            at = table.appended
+            table.append(rows_for(table, at, at + 40))
+            folder = table._backing.mapped._source
+        assert isinstance(folder, Path) and not folder.exists(), note
+        with ExperienceTable.open(path) as table:
+            check_whole(table.batch([n for n in table.columns if n != "reward"]), np.arange(first, at + 40))
+            known = {name for s in table._now().tiers["disk"].values() for name in s.place}
+            assert {f"segments/{p.name}" for p in (path / "segments").iterdir()} == known, note
+        shutil.rmtree(path)
+
+
+def test_killed_at_any_call(tmp_path: Path) -> None:
+    die_everywhere(tmp_path, 9)
+
+
+@pytest.mark.slow
+def test_killed_at_every_call(tmp_path: Path) -> None:
+    die_everywhere(tmp_path, 1)
