@@ -202,7 +202,8 @@ def _try(
 ) -> Claim | tuple[int, bool]:
     """A claim; or the sequence the table was looked at, and whether nothing can come any more."""
     with backing.transaction() as catalog:
-        if not catalog.columns:  # no row has come yet, so nobody knows the columns
+        if not (catalog.appended or any(column.required for column in catalog.columns.values())):
+            _announce(backing, node)  # no row has come yet, so nobody knows the columns
             return backing.log.sequence, catalog.finished
         names = check_columns(catalog, columns)
         if whole_groups and catalog.appended and not catalog.groups:
@@ -222,8 +223,7 @@ def _try(
                 backing.commit(*before)
             if backing.release_the_dead():
                 return -1, False
-            if node not in catalog.nodes:  # from now on its rows are kept until it is done with them
-                backing.commit({"kind": "node", "node": node})
+            _announce(backing, node)
             others = node in catalog.nodes and bool(catalog.nodes[node].open)
             return backing.log.sequence, catalog.finished and not others and not _is_awaited(backing, node)
         view = View.of(backing, pairs, names)
@@ -231,6 +231,12 @@ def _try(
         slot = 0 if backing.presence is None else backing.presence.slot
         backing.commit(*before, {"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs})
         return Claim(backing, node, token, pairs, view)
+
+
+def _announce(backing: Backing, node: str) -> None:
+    """From now on rows are kept until the node is done with them, where the table waits for consumers."""
+    if node not in backing.catalog.nodes:
+        backing.commit({"kind": "node", "node": node})
 
 
 def _is_awaited(backing: Backing, node: str) -> bool:
