@@ -27,7 +27,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "tiny", "__init__"}
+    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "tables", "tiny", "__init__"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -58,6 +58,14 @@ def test_the_loop_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
     reward = grpo_by_hand.main(["--steps", "2", "--prompts", "4", "--sft-steps", "2"])
     assert 0.0 <= reward <= 1.0
+
+
+def test_three_processes_share_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import tables
+
+    rows, reward = tables.main(["--prompts", "50"])  # more rows than the table holds
+    assert rows == 50 * tables.GROUP and 0.5 < reward < 0.8
+    assert "trained on 400 rows of 50 prompts" in capsys.readouterr().out
 
 
 @pytest.mark.slow
