@@ -26,7 +26,7 @@ from flowrl.schema.columns import nearest
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store.columns import NUMPY_DTYPES
 from flowrl.store.kernels import numpy_path
-from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, LIST, Output, Plan
+from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, LIST, Form, Output, Plan
 
 KERNELS = ("auto", "numba", "numpy")
 
@@ -70,7 +70,6 @@ class Gather:
         self.kernel = choose(kernel)
         self._plan = _plan(self.columns)
         self._path = _numba() if self.kernel == "numba" else numpy_path
-        self._views = tuple([_view(output, is_packed) for output in self._plan.outputs] for is_packed in (False, True))
 
     def __len__(self) -> int:
         """N"""
@@ -119,19 +118,19 @@ class Gather:
         if is_packed and nbytes > _MOST:
             self._refuse_long(placed)
         self._path.fill(plan, rows, is_packed, sizes, block, base)
-        count, made = len(rows), {}
-        for (name, dtype, what, inner), (offset, along) in zip(self._views[is_packed], placed, strict=False):
-            if what == _PER_ROW:
-                shape = (count, *inner)
-            elif what == _PADDED:
-                shape = (count, along, *inner)
+        count, made, array = len(rows), {}, np.ndarray
+        arrays = plan.form.packed if is_packed else plan.form.padded
+        for (name, dtype, what, inner), (offset, along) in zip(arrays, placed, strict=False):
+            if what == _PADDED:
+                made[name] = array((count, along, *inner), dtype, block, offset)
+            elif what == _PACKED:
+                made[name] = array((along, *inner), dtype, block, offset)
             else:
-                shape = (along, *inner) if what == _PACKED else (count + 1,)
-            made[name] = np.ndarray(shape, dtype, block, offset)
+                made[name] = array((count, *inner) if what == _PER_ROW else (count + 1,), dtype, block, offset)
         return made
 
     def _refuse_long(self, placed: list[list[int]]) -> None:
-        for (name, *_), (_, along) in zip(self._views[True], placed, strict=False):
+        for (name, *_), (_, along) in zip(self._plan.form.packed, placed, strict=False):
             if along > _MOST:
                 raise DataError(
                     f"column '{name}' has {along} values in one batch; int32 bounds end at 2^31. Make it smaller"
@@ -214,33 +213,59 @@ def _view(output: Output, is_packed: bool) -> tuple[str, np.dtype[Any], int, tup
 
 
 def _plan(columns: tuple[GatherColumn, ...]) -> Plan:
+    form = _form_of(columns)
+    addresses = [np.ascontiguousarray(column.address, np.int64) for column in columns]
+    axes = [np.ascontiguousarray(columns[column].length, np.int64) for column in form.keys]
+    for output in form.outputs:
+        if output.column >= 0 and output.axis >= 0:
+            length, wanted = columns[output.column].length, columns[form.keys[output.axis]].length
+            if length is not wanted and not np.array_equal(length, wanted):  # type: ignore[arg-type]
+                raise SchemaError(
+                    f"TOKEN columns of a row have one value per response token; '{output.name}' has others"
+                )
+    counts = {*map(len, addresses), *map(len, axes)}
+    if len(counts) > 1:
+        raise SchemaError(f"columns to be gathered have the same rows; found {sorted(counts)} of them")
+    return Plan(form, addresses, axes, counts.pop() if counts else 0)
+
+
+_forms: dict[tuple[Any, ...], tuple[Form, tuple[ColumnType, ...]]] = {}
+_MOST_FORMS = 256
+
+
+def _form_of(columns: tuple[GatherColumn, ...]) -> Form:
+    # types are compared by identity, which is faster; those of a form are kept, so that no other comes to have their ids
+    key = tuple([(c.name, id(c.type), c.length is None, c.bits, c.inner) for c in columns])
+    known = _forms.get(key)
+    if known is None:
+        known = _form(columns), tuple([c.type for c in columns])
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        _forms[key] = known
+    return known[0]
+
+
+def _form(columns: tuple[GatherColumn, ...]) -> Form:
     outputs: list[Output] = []
-    axes: list[np.ndarray] = []
+    axes: list[int] = []
     token = -1
-    for column in columns:
+    for number, column in enumerate(columns):
         dtype = NUMPY_DTYPES[column.type.dtype]
         if not column.type.is_numeric:
             raise SchemaError(f"column '{column.name}' is {column.type}; text has no fixed width and is not gathered")
-        addresses = np.ascontiguousarray(column.address, np.int64)
         if column.length is None:
-            outputs.append(Output(column.name, FIXED, -1, dtype, column.inner, addresses))
+            outputs.append(Output(column.name, FIXED, -1, dtype, column.inner, number))
             continue
         is_token = column.type.granularity is TOKEN
         axis, is_first = (token, False) if is_token and token >= 0 else (len(axes), True)
         if is_first:
-            axes.append(np.ascontiguousarray(column.length, np.int64))
+            axes.append(number)
             token = axis if is_token else token
-        elif column.length is not axes[axis] and not np.array_equal(column.length, axes[axis]):
-            raise SchemaError(f"TOKEN columns of a row have one value per response token; '{column.name}' has others")
-        what = BITS if column.bits else LIST
-        outputs.append(Output(column.name, what, axis, dtype, column.inner, addresses))
+        outputs.append(Output(column.name, BITS if column.bits else LIST, axis, dtype, column.inner, number))
         if is_first:
             mask, bounds = (f"{'' if is_token else column.name + '.'}{end}" for end in ("mask", "cu_seqlens"))
-            outputs.append(Output(mask, ENDS, axis, np.dtype(np.bool_), (), None, bounds))
-    counts = {len(output.addresses) for output in outputs if output.addresses is not None} | {len(a) for a in axes}
-    if len(counts) > 1:
-        raise SchemaError(f"columns to be gathered have the same rows; found {sorted(counts)} of them")
-    return Plan(tuple(outputs), tuple(axes), counts.pop() if counts else 0)
+            outputs.append(Output(mask, ENDS, axis, np.dtype(np.bool_), (), -1, bounds))
+    return Form(outputs, axes, *([_view(output, is_packed) for output in outputs] for is_packed in (False, True)))
 
 
 def aligned(nbytes: int) -> np.ndarray:

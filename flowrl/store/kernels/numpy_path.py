@@ -42,20 +42,20 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
         if what == ENDS:
             target = block[offset:]
             _bounds(have, target) if is_packed else _mask(have, along, target)
-        elif output.addresses is not None and what == BITS:
+        elif what == BITS:
             width = along * numbers if not is_packed else int(have.max(initial=0)) * numbers
-            bits = _bits(output.addresses[rows], have * numbers, width)
+            bits = _bits(plan.addresses[output.column][rows], have * numbers, width)
             if is_packed and count:
                 bits = np.concatenate([row[:n] for row, n in zip(bits, (have * numbers).tolist(), strict=True)])
             block[offset : offset + bits.size] = bits.reshape(-1)
-        elif output.addresses is not None:
+        else:
             if is_packed or axis < 0:
                 before = np.cumsum(have) - have
             else:
                 before = along * np.arange(count)
                 # all at once: to clear the rest of each row would cost a call for each
                 block[offset : offset + size * count * along] = 0
-            _move(base + offset + size * before, output.addresses[rows], size * have)
+            _move(base + offset + size * before, plan.addresses[output.column][rows], size * have)
 
 
 _memmove = PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(cast(memmove, c_void_p).value or 0)

@@ -9,6 +9,7 @@ the outputs into the block:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class Output:
     """Outputs of one axis have the same row lengths; -1 for one value per row."""
     dtype: np.dtype[Any]
     inner: tuple[int, ...]
-    addresses: np.ndarray | None
-    """int64 [N]; None for ENDS."""
+    column: int
+    """Whose values it has; -1 for ENDS."""
     packed_name: str = ""
     """When it has another one there."""
 
@@ -41,23 +42,44 @@ class Output:
         return math.prod(self.inner)
 
 
-class Plan:
-    """Outputs in the order of the batch, and the same as arrays for compiled code."""
+class Form:
+    """All of a plan but where the rows lie: the same for all batches with the same columns."""
 
-    __slots__ = ("axes", "lengths", "num_rows", "outputs", "table")
+    __slots__ = ("columns", "keys", "lines", "outputs", "packed", "padded", "table")
 
-    def __init__(self, outputs: tuple[Output, ...], axes: tuple[np.ndarray, ...], num_rows: int) -> None:
-        self.outputs, self.axes, self.num_rows = outputs, axes, num_rows
-        self.lengths = np.array([_pointer(axis) for axis in axes], np.int64)
-        """[A]: address of the lengths int64 [N] of each axis."""
+    def __init__(self, outputs: Sequence[Output], keys: Sequence[int], padded: Any, packed: Any) -> None:
+        self.outputs = tuple(outputs)
+        self.keys = tuple(keys)
+        """[A]: the column that gives the row lengths of each axis."""
+        self.padded, self.packed = padded, packed
+        """How the arrays of a batch are made."""
+        self.lines = [number for number, output in enumerate(outputs) if output.column >= 0]
+        self.columns = [outputs[line].column for line in self.lines]
+        """The outputs that are columns, and which."""
         first = [next(i for i, other in enumerate(outputs) if other.axis == output.axis) for output in outputs]
         rows = [
-            (o.what, o.axis, o.numbers * o.dtype.itemsize, o.numbers, _pointer(o.addresses), same)
+            (o.what, o.axis, o.numbers * o.dtype.itemsize, o.numbers, 0, same)
             for o, same in zip(outputs, first, strict=True)
         ]
         self.table = np.array(rows, np.int64).reshape(-1, 6)
+
+
+class Plan:
+    """Outputs in the order of the batch, and the same as arrays for compiled code."""
+
+    __slots__ = ("addresses", "axes", "form", "lengths", "num_rows", "outputs", "table")
+
+    def __init__(self, form: Form, addresses: Sequence[np.ndarray], axes: Sequence[np.ndarray], num_rows: int) -> None:
+        self.form, self.outputs, self.num_rows = form, form.outputs, num_rows
+        self.addresses, self.axes = addresses, axes
+        """int64 [N] of each column, and of each axis."""
+        self.lengths = np.array([_pointer(axis) for axis in axes], np.int64)
+        """[A]: address of the lengths int64 [N] of each axis."""
+        self.table = form.table.copy()
         """[O, 6]: what, axis, bytes of a value, numbers in it, address of the addresses, first output of the axis."""
+        if addresses:
+            self.table[form.lines, 4] = [_pointer(addresses[column]) for column in form.columns]
 
 
-def _pointer(array: np.ndarray | None) -> int:
-    return 0 if array is None else int(array.__array_interface__["data"][0])
+def _pointer(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
