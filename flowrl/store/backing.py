@@ -68,6 +68,8 @@ class Backing:
         """The table's own, where its files are; None for a table in memory only."""
         self.memory: Path | None = None
         """The folder of its memory; None for a table of one process."""
+        self.timeout_s = 30.0
+        """Longest wait for the log's lock."""
         self.readonly = False
         self.removes_files = False
         """Whether this process removes the files of rows that are gone."""
@@ -101,7 +103,7 @@ class Backing:
                 self._sort_out(retired)
 
     @contextmanager
-    def transaction(self, timeout_s: float = 30.0) -> Iterator[Catalog]:
+    def transaction(self, timeout_s: float | None = None) -> Iterator[Catalog]:
         """The catalog as of now, with nobody else changing it until the end.
 
         A reader that could not announce itself in the table's memory (it may not write there) takes no lock: its catalog stays
@@ -118,7 +120,7 @@ class Backing:
                 finally:
                     self._depth -= 1
             return
-        with self.log.transaction(timeout_s):
+        with self.log.transaction(self.timeout_s if timeout_s is None else timeout_s):
             self.replay()
             if self._dropped and not self.readonly and not self._depth:
                 self._commit_dropped()

@@ -246,6 +246,12 @@ def has_blosc2() -> bool:
     return importlib.util.find_spec("blosc2") is not None
 
 
+def load() -> None:
+    """Import what the codecs need, now and in this thread."""
+    if has_blosc2():
+        _blosc2()
+
+
 def _blosc2() -> Any:
     try:
         import blosc2

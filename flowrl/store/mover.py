@@ -22,6 +22,7 @@ from pathlib import Path
 from flowrl.errors import WaitTimeout
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Segment
+from flowrl.store.codecs import load
 from flowrl.store.reading import Part, Source, View, parsed_layouts
 from flowrl.store.spill import write_segment
 from flowrl.store.writing import codecs_for, compress, sizes_of
@@ -173,6 +174,8 @@ class Mover:
         """Rows have come: begin to move what has to. Never raises; see `raise_error`."""
         if not self._tiers.moves or self.next_move() is None:
             return
+        if self._tiers.compression is not None:
+            load()  # in this thread: a fork in the middle of an import leaves half a module in the child
         with self._state:
             self._again = True
             if not self._busy and not self._stopping:

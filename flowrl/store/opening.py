@@ -122,11 +122,18 @@ def attach(target: str | Path, *, readonly: bool) -> Opened:
             return _joined(log, memory, folder, readonly)
         with log.transaction():
             memory = _memory_of(folder)
-            if memory is None:
-                memory = new_folder()
+            if memory is not None:
+                return _joined(log, memory, folder, readonly)
+            memory = new_folder()
+            try:
                 _point(memory / PATH, str(folder))
                 _point(folder / MEMORY, str(memory))
-            return _joined(log, memory, folder, readonly)
+                return _joined(log, memory, folder, readonly)
+            except BaseException:
+                (folder / MEMORY).unlink(missing_ok=True)
+                settled(memory)
+                shutil.rmtree(memory, ignore_errors=True)
+                raise
     except BaseException:
         log.close()
         raise
@@ -219,6 +226,8 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
     keep = True
     try:
         with backing.transaction() as catalog:
+            if any(slot == backing.presence.slot for node in catalog.nodes.values() for slot, _ in node.open.values()):
+                backing.commit({"kind": "gone", "slot": backing.presence.slot})
             if any(slot != backing.presence.slot for slot in living(memory)):
                 backing.leave_presence()  # before the lock is free, so that the next to leave sees that it is the last
             else:
@@ -230,10 +239,8 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
                     backing.log.compact(catalog.snapshot())
                     (path / MEMORY).unlink(missing_ok=True)
                 keep = False
-    except (
-        FlowError,
-        OSError,
-    ) as error:  # memory stays, so that nothing is lost; whoever opens the table next saves it
+    except (FlowError, OSError) as error:
+        # memory stays, so that nothing is lost; whoever opens the table next saves it
         warnings.warn(
             f"rows of the table {opened.name} could not be written to files: {error}; they are kept in {memory}",
             stacklevel=2,
@@ -263,7 +270,8 @@ def recover_orphans(reopen: Callable[[Path], None], *, again: bool = False) -> N
             continue
         try:
             path = Path(file.read_text())
-            if not (path / "head").exists() or _memory_of(path) != folder:
+            has_rows = any(folder.glob("arena-*"))
+            if not has_rows or not (path / "head").exists() or _memory_of(path) != folder:
                 remove_folder(folder)
                 continue
             reopen(path)

@@ -67,7 +67,7 @@ class StagingPool:
         self._is_plain = allocate is pages
         self._blocks: list[np.ndarray] = []
         self.made = 0
-        """Blocks ever allocated."""
+        """Blocks that came to it, new or left by another pool."""
         if self._is_plain:
             weakref.finalize(self, _keep, self._blocks).atexit = False
 
@@ -97,7 +97,7 @@ class StagingPool:
         if block is None:
             size = max(nbytes + nbytes // 8, largest, 1)
             block = self._allocate(-(-size // _ROOM) * _ROOM)
-            self.made += 1
+        self.made += 1
         blocks.append(block)
         return block
 

@@ -143,7 +143,7 @@ class ExperienceTable:
         self.chunk_rows: int = settings["chunk_rows"]
         self.keep_together: str | None = settings["keep_together"]
         self.timeout_s: float = settings["timeout_s"]
-        self._backing.folder = self._path
+        self._backing.folder, self._backing.timeout_s = self._path, self.timeout_s
         self._bounds = changes.Bounds(
             settings["max_rows"],
             settings["max_bytes"],

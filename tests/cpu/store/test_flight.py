@@ -448,7 +448,8 @@ def test_a_stream_left_early_gives_the_last_batch_back(remote: RemoteTable, tabl
     for number, _ in enumerate(remote.stream("trainer", 2, timeout_s=10)):
         if number == 1:
             break
-    assert table.claim("trainer", 9, wait_s=10).numbers.tolist() == [2, 3, 4, 5, 6]
+    held = table.claim("trainer", 9, wait_s=10)
+    assert held.numbers.tolist() == [2, 3, 4, 5, 6]
     with pytest.raises(ConfigError, match="a layout is one of .*found 'paded'; did you mean 'padded'"):
         remote.stream("trainer", layout="paded")
     with pytest.raises(WaitTimeout, match="waited 0.3 s for 1 rows for node 'trainer'"):
@@ -506,7 +507,8 @@ def test_a_client_that_is_killed_gives_its_claims_back(table: Any) -> None:
         try:
             assert child.stdout.readline() == "3\n"
             time.sleep(2.0)
-            assert table.claim("trainer", 4).numbers.tolist() == [3], "its heartbeat keeps them"
+            held = table.claim("trainer", 4)
+            assert held.numbers.tolist() == [3], "its heartbeat keeps them"
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait(20)
@@ -521,7 +523,8 @@ def test_closing_either_side_gives_claims_back(table: Any) -> None:
     other = RemoteTable(server.uri, server.token)
     first, second = remote.claim("trainer", 2), other.claim("trainer", 2)
     remote.close()
-    assert table.claim("trainer", 9).numbers.tolist() == first.numbers.tolist()
+    held = table.claim("trainer", 9)
+    assert held.numbers.tolist() == first.numbers.tolist()
     server.close()
     assert table.claim("trainer", 9).numbers.tolist() == second.numbers.tolist()
     other.close()
