@@ -163,7 +163,7 @@ def _decode(stored: np.ndarray, raw_bytes: int, codec: str, itemsize: int, inner
             stored = stored[8:]
         try:
             decoded = _arrow_codec(codec).decompress(pa.py_buffer(stored), raw_bytes, asbytes=False)
-        except (pa.ArrowException, ValueError, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError, RuntimeError) as error:
             raise damaged from error
         return np.frombuffer(decoded, np.uint8)
     blosc2 = _blosc2()
@@ -190,9 +190,31 @@ def _length(nbytes: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def _arrow_codec(codec: str) -> pa.Codec:
+def _arrow_codec(codec: str) -> Any:
     # LZ4 in frames: a bare block that was torn can decode without an error, to fewer bytes
-    return pa.Codec("lz4") if codec == "lz4" else pa.Codec("zstd", 1)
+    if codec == "lz4":
+        return pa.Codec("lz4") if pa.Codec.is_available("lz4") else _Lz4Frames()
+    return pa.Codec("zstd", 1)
+
+
+class _Lz4Frames:
+    """The same frames from the package lz4, for an Arrow that was built without them. Arrow's decode 1.1 to 2.8 times faster."""
+
+    @staticmethod
+    def compress(raw: np.ndarray, *, asbytes: bool) -> bytes:
+        import lz4.frame
+
+        packed: bytes = lz4.frame.compress(raw.data)
+        return packed
+
+    @staticmethod
+    def decompress(stored: Any, raw_bytes: int, *, asbytes: bool) -> bytes:
+        import lz4.frame
+
+        raw: bytes = lz4.frame.decompress(stored)
+        if len(raw) != raw_bytes:
+            raise ValueError(f"{len(raw)} bytes instead of {raw_bytes}")
+        return raw
 
 
 # --------------------------------------------------------------------------------------------------------- differences

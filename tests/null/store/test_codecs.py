@@ -288,3 +288,15 @@ def test_a_choice_looks_at_slices_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_that_is_no_utf8_can_be_sampled() -> None:
     assert choose(np.array(["\ud800" * 500] * 20, object), SAMPLE.str, "lz4") == "lz4"
+
+
+def test_lz4_frames_are_the_same_without_arrows_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = np.frombuffer(b"experience " * 500 + b"table", np.uint8)
+    by_arrow = bytes(codecs.encode_buffer(raw, "lz4", itemsize=1))
+    monkeypatch.setattr(codecs, "_arrow_codec", lambda codec: codecs._Lz4Frames())
+    by_lz4 = bytes(codecs.encode_buffer(raw, "lz4", itemsize=1))
+    assert codecs.decode_buffer(by_arrow, "lz4", len(raw), itemsize=1).tobytes() == raw.tobytes()
+    with pytest.raises(StoreError, match="damaged"):
+        codecs.decode_buffer(by_arrow[:-9], "lz4", len(raw), itemsize=1)
+    monkeypatch.undo()
+    assert codecs.decode_buffer(by_lz4, "lz4", len(raw), itemsize=1).tobytes() == raw.tobytes()
