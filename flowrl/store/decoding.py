@@ -35,6 +35,9 @@ class Buffer:
     raw: int | None = None
     """Bytes it has when decoded; None when it is stored as it is."""
 
+    def to_json(self) -> list[Any]:
+        return [self.offset, self.stored] if self.raw is None else [self.offset, self.stored, self.codec, self.raw]
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
@@ -54,9 +57,7 @@ class ColumnLayout:
     once: bool = False
 
     def to_json(self) -> list[Any]:
-        buffers = [
-            [b.offset, b.stored] if b.raw is None else [b.offset, b.stored, b.codec, b.raw] for b in self.buffers
-        ]
+        buffers = [b.to_json() for b in self.buffers]
         return [self.name, str(self.type), self.encoding, buffers, list(self.inner), int(self.once)]
 
     @classmethod

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from flowrl.schema.types import ColumnType
 from flowrl.store import layout as layouts
 from flowrl.store.arena import Block
 from flowrl.store.backing import Backing
@@ -48,7 +50,21 @@ def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
 
 
 def _text(columns: Sequence[layouts.ColumnLayout]) -> str:
-    return _encode([column.to_json() for column in columns])
+    """The layouts as JSON. What is the same for every segment of a column is written once."""
+    made = []
+    for column in columns:
+        before, after = _around(column.name, column.type, column.encoding, column.inner, column.once)
+        buffers = [f"[{b.offset},{b.stored}]" if b.raw is None else _encode(b.to_json()) for b in column.buffers]
+        made.append(f"{before}{','.join(buffers)}{after}")
+    return f"[{','.join(made)}]"
+
+
+@lru_cache(maxsize=1024)
+def _around(name: str, kind: ColumnType, encoding: str, inner: tuple[int, ...], once: bool) -> tuple[str, str]:
+    """What a layout's JSON has before and after its buffers."""
+    whole = layouts.ColumnLayout(name, kind, encoding, (), inner, once).to_json()
+    before, after = _encode(whole[:3]), _encode(whole[4:])
+    return f"{before[:-1]},[", f"],{after[1:]}"
 
 
 def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
