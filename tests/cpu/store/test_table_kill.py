@@ -136,7 +136,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Exper
 
 
 def test_kills(case: tuple[ExperienceTable, str]) -> None:
-    kill_many(*case, kills=25)
+    kill_many(*case, kills=20)
 
 
 @pytest.mark.slow
@@ -291,7 +291,7 @@ def die_everywhere(tmp_path: Path, stride: int) -> None:
 
 
 def test_killed_at_any_call(tmp_path: Path) -> None:
-    die_everywhere(tmp_path, 9)
+    die_everywhere(tmp_path, 13)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.errors import WaitTimeout
+from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import changes
 from flowrl.store.folders import shm_folder
 from flowrl.store.table import ExperienceTable
@@ -227,6 +227,91 @@ def test_a_writer_waits_so_that_memory_stays_bounded(start: Any) -> None:
         )
 
 
+def write_numbers(name: str, start: int, stop: int, found: SimpleQueue[Any]) -> None:
+    table = ExperienceTable.open(name)
+    random_ = random.Random(start)
+    at = start
+    try:
+        while at < stop:
+            rows = min(random_.choice((8, 8, 40)), stop - at)
+            table.append(batch_of(at, at + rows))
+            at += rows
+        found.put("")
+    except BaseException as error:
+        found.put(repr(error)[:1000])
+        raise
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"max_rows": 200}, {"max_bytes": 60_000}, {"max_rows": 100, "max_bytes": 100_000}], ids=str
+)
+def test_no_row_goes_unused_with_several_writers(start: Any, bounds: dict[str, Any]) -> None:
+    """Three writers wait for two consumers: each row is used once, although thirty times the bound comes by."""
+    with ExperienceTable(on_full="wait", chunk_rows=32, timeout_s=LONG_S, **bounds) as table:
+        used: SimpleQueue[Any] = FORK.SimpleQueue()
+        written: SimpleQueue[Any] = FORK.SimpleQueue()
+        for _ in range(2):
+            start(consume, table.name, "train", used, None)
+        table.append(batch_of(0, 8))
+        for writer in range(3):
+            start(write_numbers, table.name, 10_000 * (writer + 1), 10_000 * (writer + 1) + 1000, written)
+        assert [written.get() for _ in range(3)] == ["", "", ""]
+        table.finish()
+        found = [number for _ in range(2) for number in used.get()[1]]
+        assert len(found) == 3008
+        assert set(found) == {*range(8), *(n + 10_000 * writer for writer in (1, 2, 3) for n in range(1000))}
+        if "max_rows" in bounds:
+            assert len(table) <= bounds["max_rows"]
+
+
+def come_and_go(name: str, seed: int, found: SimpleQueue[Any]) -> None:
+    random_ = random.Random(seed)
+    appended, refused, others = 0, 0, []
+    for _ in range(30):
+        try:
+            with ExperienceTable.open(name) as table:
+                table.append(batch_of(0, 4))
+                check_rows(table.batch())
+                time.sleep(random_.random() * 0.003)
+            appended += 4
+        except StoreError as error:
+            refused += 1
+            others += [] if "there is no table" in str(error) or "removed" in str(error) else [repr(error)]
+        except BaseException as error:
+            others.append(repr(error)[:1000])
+    found.put((appended, refused, others))
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+def test_processes_that_come_while_the_last_one_leaves(start: Any, tmp_path: Path, has_path: bool) -> None:
+    options: dict[str, Any] = {"path": tmp_path / "t", "memory_bytes": 5000} if has_path else {}
+    table = ExperienceTable(chunk_rows=16, **options)
+    table.append(batch_of(0, 4))
+    name = table.name
+    found: SimpleQueue[Any] = FORK.SimpleQueue()
+    if has_path:
+        table.close()
+    for seed in range(4):
+        start(come_and_go, name, seed, found)
+    if not has_path:
+        time.sleep(0.02)
+        table.close()
+    appended = 4
+    for _ in range(4):
+        mine, refused, others = found.get()
+        assert others == []
+        assert not (has_path and refused)
+        appended += mine
+    if has_path:
+        with ExperienceTable.open(name) as table:
+            assert len(table) == appended
+            check_rows(table.batch())
+            files = {f"segments/{p.name}" for p in (tmp_path / "t" / "segments").iterdir()}
+            assert files == {n for s in table._now().tiers["disk"].values() for n in s.place}
+    else:
+        until(lambda: not (shm_folder() / name).exists(), "the last one to remove the memory")
+
+
 def test_a_writer_that_waits_in_vain_says_for_what() -> None:
     with ExperienceTable(max_rows=10, on_full="wait", timeout_s=0.3) as table:
         table.append(dicts_of(0, 8), TYPES)
@@ -291,7 +376,7 @@ def test_threads_see_no_half_state_while_the_log_is_compacted(monkeypatch: pytes
         for looker in lookers:
             looker.start()
         at = 200
-        ends = time.monotonic() + 2
+        ends = time.monotonic() + 1
         while time.monotonic() < ends and not wrong:
             table.append(batch_of(at, at + 8))
             at += 8
