@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tables import comparison, handoff, kills, padding, reads, workload as made
+from benchmarks.tables import comparison, handoff, kills, padding, reads, stored, workload as made
 from benchmarks.tables.anchors import arrow_files, memory, pipes
 from benchmarks.tables.ours import TableStore
 from benchmarks.tables.targets import TARGETS, Target
@@ -148,3 +148,9 @@ def test_a_killed_writer_that_left_half_a_row_is_noticed(monkeypatch):
 def test_torch_batches_are_tensors(tiny):
     batch = padding.pad_list(tiny.rows(made.W1, 0, 4), made.W1)
     assert all(isinstance(values, torch.Tensor) for values in batch.values())
+
+
+def test_what_is_stored_is_told_for_every_column(tiny, monkeypatch):
+    monkeypatch.setattr(stored, "load", lambda size: tiny)
+    told = stored.main()
+    assert all(f"`{name}`" in told for name in (*made.W2, stored.TEXT))
