@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from ctypes import PYFUNCTYPE, c_void_p, cast, memmove
+from itertools import accumulate
 
 import numpy as np
 
@@ -39,23 +40,21 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
         plan.outputs, plan.table.tolist(), sizes[:-1].tolist(), strict=True
     ):
         have = lengths[axis] if axis >= 0 else np.ones(count, np.int64)
+        target = block[offset:]
         if what == ENDS:
-            target = block[offset:]
             _bounds(have, target) if is_packed else _mask(have, along, target)
-        elif what == BITS:
-            width = along * numbers if not is_packed else int(have.max(initial=0)) * numbers
-            bits = _bits(plan.addresses[output.column][rows], have * numbers, width)
-            if is_packed and count:
-                bits = np.concatenate([row[:n] for row, n in zip(bits, (have * numbers).tolist(), strict=True)])
-            block[offset : offset + bits.size] = bits.reshape(-1)
+            continue
+        starts = plan.addresses[output.column][rows]
+        if not count:
+            continue
+        if what == BITS:
+            _bits(starts, have * numbers, None if is_packed else along * numbers, target)
+        elif is_packed or axis < 0:
+            _copy_runs(starts, size * have, base + offset)
         else:
-            if is_packed or axis < 0:
-                before = np.cumsum(have) - have
-            else:
-                before = along * np.arange(count)
-                # all at once: to clear the rest of each row would cost a call for each
-                block[offset : offset + size * count * along] = 0
-            _move(base + offset + size * before, plan.addresses[output.column][rows], size * have)
+            # all at once: to clear the rest of each row would cost a call for each
+            target[: size * count * along] = 0
+            _move(base + offset + size * along * np.arange(count), starts, size * have)
 
 
 _memmove = PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(cast(memmove, c_void_p).value or 0)
@@ -65,6 +64,18 @@ arguments are declared as pointers because ctypes converts those fastest."""
 
 def _move(targets: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
     deque(map(_memmove, targets.tolist(), sources.tolist(), nbytes.tolist()), maxlen=0)
+
+
+def _copy_runs(starts: np.ndarray, nbytes: np.ndarray, target: int) -> None:
+    """The bytes at each address, end to end. What lies side by side already is copied at once."""
+    begin = end = int(starts[0])
+    for start, count in zip(starts.tolist(), nbytes.tolist(), strict=True):
+        if start != end:
+            _memmove(target, begin, end - begin)
+            target += end - begin
+            begin = start
+        end = start + count
+    _memmove(target, begin, end - begin)
 
 
 def _bounds(lengths: np.ndarray, target: np.ndarray) -> None:
@@ -79,9 +90,24 @@ def _mask(lengths: np.ndarray, along: int, target: np.ndarray) -> None:
     np.less(np.arange(along, dtype=narrow), lengths.astype(narrow)[:, None], out=mask)
 
 
-def _bits(addresses: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
-    """uint8 [M, width], a byte for each bit. Unused bits of a row's last byte are zero where they are stored."""
-    packed = np.zeros((len(addresses), -(-width // 8)), np.uint8)
-    starts = packed.__array_interface__["data"][0] + packed.shape[1] * np.arange(len(addresses))
-    _move(starts, addresses, (counts + 7) // 8)
-    return np.unpackbits(packed, axis=1, count=width, bitorder="little")
+def _bits(starts: np.ndarray, counts: np.ndarray, width: int | None, target: np.ndarray) -> None:
+    """A byte for each bit: rows [M, width], or end to end when `width` is None.
+
+    Unused bits of a row's last byte are zero where they are stored.
+    """
+    nbytes = (counts + 7) >> 3
+    if width is not None:
+        table = np.zeros((len(starts), -(-width // 8)), np.uint8)
+        _move(_address(table) + table.shape[1] * np.arange(len(starts)), starts, nbytes)
+        bits = np.unpackbits(table, axis=1, count=width, bitorder="little")
+        target[: bits.size] = bits.reshape(-1)
+        return
+    packed = np.empty(int(nbytes.sum()), np.uint8)
+    _copy_runs(starts, nbytes, _address(packed))
+    bits = np.unpackbits(packed, bitorder="little")
+    rows = zip(accumulate((8 * nbytes).tolist(), initial=0), counts.tolist(), strict=False)
+    np.concatenate([bits[first : first + count] for first, count in rows], out=target[: int(counts.sum())])
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
