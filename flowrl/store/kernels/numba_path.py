@@ -23,6 +23,7 @@ from flowrl.store.kernels.plan import BITS, ENDS, FIXED, LIST, Plan
 if config.DISABLE_JIT:
     raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
+_LINES = 8
 _BOOLS = ir.VectorType(ir.IntType(1), 64)
 _BYTES = ir.VectorType(ir.IntType(8), 64)
 
@@ -94,6 +95,21 @@ def _set(typing: Any, target: Any, nbytes: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return _void("target", "nbytes", "value"), generate
+
+
+@intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Begin to load what lies at an address; it may be any."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        pointer = _pointer(builder, arguments[0], ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), kind)
+        builder.call(function, [pointer, number(0), number(3), number(1)])  # to read, into all caches, data
+        return context.get_dummy_value()
+
+    return _void("address"), generate
 
 
 @intrinsic
@@ -180,6 +196,10 @@ def _fill_block(
             row = rows[place]
             length = _word(lengths[axis] + 8 * row) if axis >= 0 else 1
             nbytes = length * size
+            if (what == LIST or what == BITS) and place + 1 < count:
+                following = _word(addresses + 8 * rows[place + 1])
+                for line in range(_LINES):  # of a row that lies elsewhere; the processor guesses the rest by itself
+                    _prefetch(following + 64 * line)
             if what == FIXED or what == LIST:
                 _copy(target, _word(addresses + 8 * row), nbytes)
             elif what == BITS:
