@@ -87,7 +87,7 @@ class Backing:
         """Appends of one process follow each other; those of several are ordered by the log."""
         self._leaving = False
         self.closed = False
-        self._forks = 0
+        self.forks = 0
         self._threads = threading.local()
         _living.add(self)
 
@@ -137,8 +137,8 @@ class Backing:
     def _commit_dropped(self) -> None:
         while self._dropped:
             node, token, records = self._dropped.popleft()
-            if node in self.catalog.nodes and token in self.catalog.nodes[node].open:
-                self.commit(*records, {"kind": "release", "node": node, "token": token})
+            # the claim may have ended meanwhile; then the records change nothing
+            self.commit(*records, {"kind": "release", "node": node, "token": token})
 
     def commit(self, *records: Record) -> None:
         """Make the records part of the table, all or none. Inside a transaction."""
@@ -241,7 +241,7 @@ class Backing:
             if self.presence is not None:
                 with self._idle:
                     self.presence.pin(segment.uid)
-                weakref.finalize(root, self._collected, segment.uid, self._forks).atexit = False
+                weakref.finalize(root, self._collected, segment.uid, self.forks).atexit = False
             self._roots[segment.uid] = root
             return root
 
@@ -275,7 +275,7 @@ class Backing:
 
     def _collected(self, uid: int, fork: int) -> None:
         # runs wherever the collector runs, so it waits for nothing
-        if fork != self._forks:
+        if fork != self.forks:
             return  # made before a fork, in the parent: the pin is the parent's
         self._unpinned.append(uid)
         if self._idle.acquire(blocking=False):
@@ -349,7 +349,7 @@ class Backing:
         self._waiting.clear()
         self._files.clear()
         self._waiting_bytes = 0
-        self._forks += 1
+        self.forks += 1
 
     def leave_presence(self) -> None:
         self._leaving = True

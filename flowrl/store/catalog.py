@@ -215,8 +215,8 @@ class Catalog:
         self.groups.extend(record.get("groups", ()))
         for found in record["segments"]:
             self._put(Segment.from_json(found))
-        for chunk in record["chunks"]:
-            self.recent[chunk] = None
+        if self.settings.get("eviction") == "lru":
+            self.recent.update(dict.fromkeys(record["chunks"]))
         self.version += 1
 
     def _apply_segments(self, record: Record) -> None:
@@ -243,21 +243,31 @@ class Catalog:
         node.open[record["token"]] = (record["slot"], rows)
 
     def _apply_done(self, record: Record) -> None:
-        node = self.nodes[record["node"]]
-        slot, rows = node.open.pop(record["token"], (0, []))
-        if "rows" not in record:
-            node.done.update(rows)
+        node, rows = self._claim_of(record)
+        if node is None:
             return
-        node.done.update(record["rows"])  # a part of the claim; the rest stays claimed
-        left = RowSet(rows)
-        left.difference_update(record["rows"])
+        slot, held = node.open.pop(record["token"])
+        if rows is None:
+            node.done.update(held)
+            return
+        node.done.update(rows)  # a part of the claim; the rest stays claimed
+        left = RowSet(held)
+        left.difference_update(rows)
         if left:
             node.open[record["token"]] = (slot, left.pairs())
 
     def _apply_release(self, record: Record) -> None:
-        node = self.nodes[record["node"]]
-        _, rows = node.open.pop(record["token"], (0, []))
-        node.taken.difference_update(rows)
+        node, _ = self._claim_of(record)
+        if node is not None:
+            node.taken.difference_update(node.open.pop(record["token"])[1])
+
+    def _claim_of(self, record: Record) -> tuple[NodeState | None, Pairs | None]:
+        """The node of a claim that is open, and the rows a record names. A claim that is not open any more changes nothing:
+        whatever lies in the log, the next record must still be read."""
+        node = self.nodes.get(record["node"])
+        if node is None or record["token"] not in node.open:
+            return None, None
+        return node, [(a, b) for a, b in record["rows"]] if "rows" in record else None
 
     def _apply_node(self, record: Record) -> None:
         self.nodes.setdefault(record["node"], NodeState())
@@ -341,6 +351,8 @@ class Catalog:
         limit = self.appended if oldest is None else oldest[0]
         chunk = bisect_right(self.chunks, limit) - 1
         if chunk > 0 and (chunk > 64 or chunk * 2 > len(self.chunks)):
+            for first in self.chunks[:chunk]:
+                self.recent.pop(first, None)
             del self.chunks[:chunk]
         group = bisect_right(self.groups, limit) - 1
         if group > 0 and (group > 512 or group * 2 > len(self.groups)):
@@ -383,17 +395,21 @@ class Catalog:
         without = [self.nodes[node].taken] if node in self.nodes else []
         if not whole_groups:
             return first_of(count, within, without)
-        found: Pairs = []
+        found = RowSet()
         for start, stop in common(within, without):
             first, end = self.group_of(start)
             if first < start:  # the rest of it is not there yet, or is taken
-                first, end = end, self.group_of(end)[1] if end < self.appended else end
-            while first < stop and end <= stop and first < end:
-                if length(found) + end - first > count:
-                    return found
-                found.append((first, end))
-                first, end = end, self.group_of(end)[1] if end < self.appended else end
-        return found
+                first, end = self._next_group(end)
+            while first < end <= stop:
+                if len(found) + end - first > count:
+                    return found.pairs()
+                found.add(first, end)
+                first, end = self._next_group(end)
+        return found.pairs()
+
+    def _next_group(self, start: int) -> tuple[int, int]:
+        """The group that begins at `start`; none after the last row."""
+        return self.group_of(start) if start < self.appended else (start, start)
 
     def ready(self, columns: Iterable[str]) -> list[RowSet]:
         """Sets of rows that together say which rows have all the columns."""
@@ -440,22 +456,28 @@ class Catalog:
         found = RowSet()
         claimed = self.claimed()
         freed = 0
-        for start, stop in self._in_order_of_eviction():
-            if freed >= num_bytes:
-                break
-            if claimed.meets(start, stop):
-                continue
-            if only_done and not (
-                self.nodes and all(self._within(node.done, start, stop) for node in self.nodes.values())
-            ):
-                continue
-            if self.groups:  # a group that reaches into another chunk goes with it
-                start, stop = self.group_of(start)[0], self.group_of(stop - 1)[1]
-                if claimed.meets(start, stop):
+        for chunk in self._in_order_of_eviction():
+            for start, stop in self._pieces(*chunk):
+                if freed >= num_bytes:
+                    return found.pairs()
+                if self.groups:  # a group that reaches into another piece goes with it
+                    start, stop = self.group_of(start)[0], self.group_of(stop - 1)[1]
+                if found.covers(start, stop) or claimed.meets(start, stop):
                     continue
-            found.add(start, stop)
-            freed += sum(s.stored_bytes for s in self.between(start, stop) if start <= s.first and s.stop <= stop)
+                if only_done and not (
+                    self.nodes and all(self._within(node.done, start, stop) for node in self.nodes.values())
+                ):
+                    continue
+                found.add(start, stop)
+                freed += sum(s.stored_bytes for s in self.between(start, stop) if start <= s.first and s.stop <= stop)
         return found.pairs()
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The rows of a chunk as they lie in segments: bytes are freed when all rows of a segment are gone."""
+        name = next((name for name, column in self.columns.items() if column.required), None)
+        if name is not None:
+            for segment in self.columns[name].between(start, stop):
+                yield max(segment.first, start), min(segment.stop, stop)
 
     def _within(self, rows: RowSet, start: int, stop: int) -> bool:
         return all(rows.covers(a, b) for a, b in self.alive.clip(start, stop))

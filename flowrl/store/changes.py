@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -163,7 +164,11 @@ def _columns_records(catalog: Catalog, types: Mapping[str, ColumnType]) -> list[
                     "columns first"
                 )
             found.append([name, str(kind), True, STANDARD[name].doc if name in STANDARD else ""])
-        elif known.type != kind and any(not isinstance(n, int) for n in inner_lengths(known.type)):
+        elif known.type != kind:
+            if all(isinstance(n, int) for n in inner_lengths(known.type)) or not known.type.accepts(kind):
+                raise SchemaError(
+                    f"column '{name}' of the table is {known.type}; found {kind}: another process set the table's columns first"
+                )
             found.append([name, str(kind), known.required, known.doc])
     return [{"kind": "columns", "columns": found}] if found else []
 
@@ -198,7 +203,7 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: f
                 backing.recycle()
                 gone = _leaving(backing, bounds, rows, nbytes)
             lacking = _lacking(backing, bounds, rows, nbytes, gone)
-            if not lacking:
+            if not lacking or bounds.on_full == "evict":  # claimed rows stay, beyond the bound if need be
                 return
             backing.release_the_dead()
             seen = backing.log.sequence
@@ -404,7 +409,15 @@ def _check_axis(backing: Backing, name: str, piece: RowBatch, start: int, stop: 
 
 
 def merge_full_chunks(backing: Backing, chunk_rows: int, timeout_s: float) -> None:
-    """Make one segment of the pieces of each full chunk, newest first, until one is whole already."""
+    """Make one segment of the pieces of each full chunk, newest first, until one is whole already.
+
+    When there is no room for that, or no time, pieces stay pieces: they can be read, and what was appended is appended.
+    """
+    with suppress(StoreError, WaitTimeout):
+        _merge(backing, chunk_rows, timeout_s)
+
+
+def _merge(backing: Backing, chunk_rows: int, timeout_s: float) -> None:
     while True:
         with backing.transaction(timeout_s) as catalog:
             found = _pieces_of_a_full_chunk(catalog, chunk_rows)
@@ -414,13 +427,16 @@ def merge_full_chunks(backing: Backing, chunk_rows: int, timeout_s: float) -> No
         parts = [(parsed_layouts(s), root, s.rows) for s, root in zip(found, roots, strict=True)]
         merged = write(backing, layouts.merge(parts), found[0].first)
         del roots, parts
-        with backing.transaction(timeout_s) as catalog:
-            if all(s.uid in catalog.segments for s in found):
-                record = {"kind": "segments", "old": [s.uid for s in found], "new": [merged.to_json()]}
-                backing.commit(record)
-            else:  # evicted meanwhile
+        is_used = False
+        try:
+            with backing.transaction(timeout_s) as catalog:
+                if not all(s.uid in catalog.segments for s in found):  # evicted meanwhile
+                    return
+                backing.commit({"kind": "segments", "old": [s.uid for s in found], "new": [merged.to_json()]})
+                is_used = True
+        finally:
+            if not is_used:
                 backing.discard(blocks_of([merged]))
-                return
 
 
 def _pieces_of_a_full_chunk(catalog: Catalog, chunk_rows: int) -> list[Segment]:
@@ -497,6 +513,7 @@ def state(backing: Backing) -> dict[str, Any]:
         "later": [n for n, c in catalog.columns.items() if not c.required],
         "filled": filled,
         "groups": np.diff([*starts, catalog.appended]).tolist() if starts else [],
+        "group_rows": list(catalog.groups),
         "appended": catalog.appended,
         "evicted": catalog.evicted,
         "version": catalog.version,
@@ -512,7 +529,7 @@ def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
         if saved["rows"] is not None:
             batch = RowBatch.from_ipc(saved["rows"])
             pairs = saved.get("numbers", [(saved["appended"] - len(batch), saved["appended"])] if len(batch) else [])
-            groups = _positions(saved["groups"], saved["appended"])
+            groups = saved.get("group_rows") or _positions(saved["groups"], saved["appended"])
             chunks = _restore_rows(backing, batch, pairs, groups, bounds, segments)
             later = saved.get("later", ())
             fresh.apply({"kind": "columns", "columns": [_column(c, c.name not in later) for c in batch.schema]})

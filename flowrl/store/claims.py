@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
+from flowrl.errors import ConfigError, DataError, FlowError, StoreError, WaitTimeout
 from flowrl.schema.columns import nearest
 from flowrl.store.backing import Backing
-from flowrl.store.catalog import Record
+from flowrl.store.catalog import Catalog, Record
 from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.laying import LAYOUTS, Layer
 from flowrl.store.reading import View, check_columns
@@ -45,6 +46,7 @@ class Claim:
         self.backing, self.node = backing, node
         self._token, self._pairs = token, pairs
         self._view: View | None = view
+        self._forks = backing.forks
         self.is_open = True
 
     @property
@@ -106,7 +108,7 @@ class Claim:
 
     def drop(self, *records: Record) -> None:
         """Give the rows back with the next thing this process does to the table. For collectors."""
-        if self.is_open:
+        if self.is_open and self._forks == self.backing.forks:  # else a fork's child drops what is its parent's
             self.end()
             self.backing.drop(self.node, self._token, *records)
 
@@ -117,13 +119,9 @@ class Claim:
         if not self.is_open:
             raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
         with self.backing.transaction() as catalog:
-            node = catalog.nodes.get(self.node)
-            if node is None or self._token not in node.open:
+            if not is_open(catalog, record):
                 self.end()
-                raise StoreError(
-                    f"the claim of node '{self.node}' is gone: the table took the rows back because the process that "
-                    "claimed them was found dead, or the table was restored"
-                )
+                raise StoreError(_gone_text(self.node))
             self.backing.commit(record)
 
     def __enter__(self) -> Claim:
@@ -132,12 +130,30 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.is_open:
-            self.done() if kind is None else self.release()
+        if not self.is_open:
+            return
+        if kind is None:
+            self.done()
+            return
+        with suppress(FlowError):
+            self.release()  # the error of the block is the one to be seen
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "ended"
         return f"Claim({len(self)} rows of node '{self.node}', {state})"
+
+
+def is_open(catalog: Catalog, record: Record) -> bool:
+    """Whether the claim that a record is about has not ended."""
+    node = catalog.nodes.get(record["node"])
+    return node is not None and record["token"] in node.open
+
+
+def _gone_text(node: str) -> str:
+    return (
+        f"the claim of node '{node}' is gone: the table took the rows back because the process that claimed them was found "
+        "dead, or the table was restored"
+    )
 
 
 def _part(pairs: Pairs, start: int, stop: int) -> Pairs:
@@ -182,6 +198,8 @@ def claim(
         if isinstance(found, Claim):
             return found
         seen, is_over = found
+        if seen < 0:  # rows of a process that died are free now
+            continue
         left = until - time.monotonic()
         if is_over or wait_s <= 0:
             return None
@@ -218,6 +236,8 @@ def _try(
         if whole_groups and not have and catalog.alive:
             _check_group_fits(backing, node, names, rows)
         before = [] if also is None else [also]
+        if before and not is_open(catalog, before[0]):
+            raise StoreError(_gone_text(node))
         if have < (1 if catalog.finished else at_least):
             if before:
                 backing.commit(*before)
@@ -326,7 +346,8 @@ class Stream(Iterator["Batch"]):
         except StopIteration:
             raise
         except BaseException:
-            self.close()
+            with suppress(FlowError):  # the error that is on its way is the one to be seen
+                self.close()
             raise
 
     def _tell(self, claim: Claim) -> None:
