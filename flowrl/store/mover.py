@@ -24,7 +24,8 @@ from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Segment
 from flowrl.store.codecs import load
 from flowrl.store.reading import Part, Source, View, parsed_layouts
-from flowrl.store.spill import write_segment
+from flowrl.store.rows import RowBatch
+from flowrl.store.spill import bytes_alone, write_segment
 from flowrl.store.writing import codecs_for, compress, sizes_of
 
 SEGMENTS = "segments"
@@ -55,6 +56,8 @@ class Mover:
         self._backing, self._tiers = backing, tiers
         self._codecs: dict[tuple[str, str], str] = {}
         """By column and tier; chosen on the first segment that moves."""
+        self._alone: dict[str, float] = {}
+        """By column: bytes in a file for each one in memory, measured on the first segment that is written."""
         self._working = threading.Lock()
         self._state = threading.Condition()
         self._busy = self._again = self._stopping = False
@@ -110,11 +113,12 @@ class Mover:
         path = folder / SEGMENTS / f"{segment.first:012d}-{uid:x}.arrow"
         path.parent.mkdir(parents=True, exist_ok=True)
         stored, files = write_segment(path, batch._columns, batch._types, len(batch), codecs, first=segment.first)
-        raw_sizes = sizes_of(parsed_layouts(segment))
-        sizes = {name: [raw, 0, codecs.get(name, "none")] for name, (raw, _, _) in raw_sizes.items()}
-        total = sum(raw for raw, _, _ in sizes.values()) or 1
-        for size in sizes.values():  # an Arrow file does not say what each column takes: by its share of the raw bytes
-            size[1] = round(stored * size[0] / total)
+        shares = self._shares(batch, codecs)
+        total = sum(shares.values()) or 1.0
+        sizes = {
+            name: [raw, round(stored * shares[name] / total), codecs.get(name, "none")]
+            for name, (raw, _, _) in sizes_of(parsed_layouts(segment)).items()
+        }
         made = Segment(
             uid, segment.first, segment.rows, segment.names, DISK, tuple(str(Path(f).relative_to(folder)) for f in files),
             segment.raw_bytes, stored, segment.layouts, sizes,
@@ -126,6 +130,14 @@ class Mover:
         for name in made.place:
             (folder / name).unlink(missing_ok=True)
         return False
+
+    def _shares(self, batch: RowBatch, codecs: Mapping[str, str]) -> dict[str, float]:
+        """About what each column takes of a file: as measured alone once, for the bytes it has here."""
+        unknown = {name: values for name, values in batch._columns.items() if name not in self._alone}
+        raw = {name: float(batch.select([name]).nbytes) for name in batch.names}
+        for name, size in bytes_alone(unknown, batch._types, len(batch), codecs).items():
+            self._alone[name] = size / max(raw[name], 1.0)
+        return {name: raw[name] * self._alone[name] for name in batch.names}
 
     def _choose(self, segment: Segment, root: object, compression: str) -> Mapping[str, str]:
         unknown = [name for name in segment.names if (name, compression) not in self._codecs]

@@ -99,6 +99,25 @@ def write_segment(
         raise
 
 
+def bytes_alone(
+    columns: Mapping[str, Values], types: Mapping[str, ColumnType], num_rows: int, codecs: Mapping[str, str]
+) -> dict[str, int]:
+    """What each column would take in a file of its own. Of a file, Arrow says only what all columns take together."""
+    sizes = {}
+    for name, values in columns.items():
+        one = {name: values}
+        for kind, names in _streams(one, types, codecs).items():
+            described = {name: [str(types[name]), codecs.get(name, "none")]}
+            head = {"format": FORMAT, "first": 0, "rows": num_rows, "columns": described}
+            made = (
+                _filtered(one, types, codecs, names, head) if kind == "filtered" else _ordinary(one, types, names, head)
+            )
+            sink = pa.MockOutputStream()
+            _write_stream(sink, made, None if kind in ("none", "filtered") else kind)
+            sizes[name] = sink.size()
+    return sizes
+
+
 def _streams(
     columns: Mapping[str, Values], types: Mapping[str, ColumnType], codecs: Mapping[str, str]
 ) -> dict[str, list[str]]:
@@ -191,7 +210,7 @@ def _bytes_to_text(values: Values) -> Values:
     return Ragged(made, values.offsets) if isinstance(values, Ragged) else made
 
 
-def _write_stream(file: BinaryIO, batch: pa.RecordBatch, compression: str | None) -> None:
+def _write_stream(file: BinaryIO | pa.NativeFile, batch: pa.RecordBatch, compression: str | None) -> None:
     options = pa.ipc.IpcWriteOptions(compression=compression and pa.Codec(*_IPC_CODECS[compression]))
     with pa.ipc.new_stream(file, batch.schema, options=options) as writer:
         writer.write_batch(batch)
