@@ -176,7 +176,8 @@ def test_memory_is_that_of_the_batches_in_use(prefetch: int) -> None:
     for staging, grown in found.values():
         assert staging < most
         assert grown < most + (4 << 20)
-    assert found[3000][0] <= 1.2 * found[300][0] + 1  # ten times the rows, the same memory
+    # ten times the rows, the same memory, but for one block that depends on how the threads meet
+    assert found[3000][0] <= 1.2 * (found[300][0] + batch_bytes)
 
 
 def test_a_forked_process_starts_anew_and_is_told_about_the_old_iterator() -> None:
