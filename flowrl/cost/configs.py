@@ -1,0 +1,299 @@
+"""Model shapes from Hugging Face configs, and those of known published models.
+
+A field that a `config.json` leaves out has the default of its architecture in Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from flowrl.cost.shapes import Experts, LatentAttention, ModelShape
+from flowrl.errors import ConfigError
+
+Fields = dict[str, Any]
+"""Arguments of a `ModelShape`."""
+
+FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "smollm3", "starcoder2"}
+"""Architectures whose head is the embedding unless the config says otherwise."""
+
+LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "gemma2": {"head_dim": 256, "sliding_window": 4096},
+    "gemma": {"head_dim": 256},
+    "qwen3": {"head_dim": 128},
+}
+"""Values that configs of an architecture may leave out."""
+
+
+class _Config:
+    """A config read by name, with errors that say what is missing."""
+
+    def __init__(self, source: Mapping[str, Any] | object) -> None:
+        self._source = source
+        self.kind = str(self.get("model_type", ""))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if isinstance(self._source, Mapping):
+            found = self._source.get(name)
+        else:
+            found = getattr(self._source, name, None)
+        return default if found is None else found
+
+    def need(self, *names: str) -> int:
+        for name in names:
+            found = self.get(name, LEFT_OUT.get(self.kind, {}).get(name))
+            if found is not None:
+                return int(found)
+        raise ConfigError(
+            f"the config of a {self.kind} model needs {' or '.join(names)}; it has neither value nor default"
+        )
+
+
+def shape_of_config(source: Mapping[str, Any] | object) -> ModelShape:
+    """The shape a config describes. ConfigError for an architecture whose modules are not known here."""
+    config = _Config(source)
+    if config.kind not in FAMILIES:
+        nested = config.get("text_config")
+        hint = "; pass its text_config for the language model alone" if nested is not None else ""
+        raise ConfigError(
+            f"no shapes for model_type {config.kind!r}; known are {', '.join(sorted(FAMILIES))}{hint}. "
+            "A ModelShape can be written by hand"
+        )
+    fields = _gpt2(config) if config.kind == "gpt2" else _common(config)
+    fields |= FAMILIES[config.kind](config)
+    return ModelShape(**fields)
+
+
+def shape_of_name(name: str) -> ModelShape:
+    """The shape of a known model, by its full name or the part after the slash, in any case."""
+    known = known_models()
+    by_short = {key.rsplit("/", 1)[-1].lower(): key for key in known}
+    key = next((key for key in known if key.lower() == name.lower()), by_short.get(name.lower()))
+    if key is None:
+        raise ConfigError(
+            f"no shape is known for {name!r}; known are {', '.join(sorted(known))}. "
+            "Give its config to ModelShape.from_config instead"
+        )
+    return shape_of_config(known[key])
+
+
+@lru_cache(maxsize=1)
+def known_models() -> dict[str, dict[str, Any]]:
+    """Name -> the fields of its published config that decide the shape."""
+    text = resources.files("flowrl.cost").joinpath("data/models.json").read_text(encoding="utf-8")
+    models: dict[str, dict[str, Any]] = json.loads(text)
+    return models
+
+
+# ---------------------------------------------------------------------------------------------------- architectures
+
+
+def _common(config: _Config) -> Fields:
+    heads = config.need("num_attention_heads")
+    hidden = config.need("hidden_size")
+    head_dim = config.get("head_dim", LEFT_OUT.get(config.kind, {}).get("head_dim"))
+    kv_heads = config.get("num_key_value_heads", LEFT_OUT.get(config.kind, {}).get("num_key_value_heads"))
+    return {
+        "hidden": hidden,
+        "layers": config.need("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": int(kv_heads or heads),
+        "head_dim": int(head_dim or hidden // heads),
+        "ffn": config.need("intermediate_size"),
+        "vocab": config.need("vocab_size"),
+        "tied": bool(config.get("tie_word_embeddings", config.kind in TIED)),
+    }
+
+
+def _gpt2(config: _Config) -> Fields:
+    hidden, heads = config.need("n_embd", "hidden_size"), config.need("n_head", "num_attention_heads")
+    return {
+        "hidden": hidden,
+        "layers": config.need("n_layer", "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn": int(config.get("n_inner", 4 * hidden)),
+        "vocab": config.need("vocab_size"),
+        "tied": bool(config.get("tie_word_embeddings", True)),
+        "positions": int(config.get("n_positions", config.get("max_position_embeddings", 1024))),
+        "qkv_bias": True,
+        "output_bias": True,
+        "ffn_bias": True,
+        "norm_bias": True,
+        "norms": ("ln_1", "ln_2"),
+        "style": "gpt2",
+    }
+
+
+def _nothing(_: _Config) -> Fields:
+    return {}
+
+
+def _attention_bias(config: _Config) -> Fields:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _llama(config: _Config) -> Fields:
+    return _attention_bias(config) | {"ffn_bias": bool(config.get("mlp_bias", False))}
+
+
+def _all_windowed(config: _Config) -> Fields:
+    window = config.get("sliding_window")
+    if window is None:
+        return {}
+    return {"window": int(window), "windowed_layers": tuple(range(config.need("num_hidden_layers")))}
+
+
+def _qwen2(config: _Config) -> Fields:
+    fields: Fields = {"qkv_bias": True}
+    if config.get("use_sliding_window", False) and config.get("sliding_window") is not None:
+        layers = config.need("num_hidden_layers")
+        first = int(config.get("max_window_layers", 28))
+        fields |= {"window": int(config.get("sliding_window")), "windowed_layers": tuple(range(first, layers))}
+    return fields
+
+
+def _qwen3(config: _Config) -> Fields:
+    return _attention_bias(config) | {"qk_norm": "head"}
+
+
+def _alternating(config: _Config, every: int) -> Fields:
+    """Every `every`-th layer sees everything, the others a window."""
+    layers = range(config.need("num_hidden_layers"))
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in layers]
+    windowed = tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention")
+    return {"window": config.need("sliding_window"), "windowed_layers": windowed}
+
+
+def _gemma2(config: _Config) -> Fields:
+    return _attention_bias(config) | {"norms": FOUR_NORMS} | _alternating(config, 2)
+
+
+def _gemma3(config: _Config) -> Fields:
+    every = config.need("sliding_window_pattern")
+    return _attention_bias(config) | {"norms": FOUR_NORMS, "qk_norm": "head"} | _alternating(config, every)
+
+
+def _phi3(config: _Config) -> Fields:
+    return {"style": "fused"} | _all_windowed(config)
+
+
+def _olmo2(config: _Config) -> Fields:
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return _attention_bias(config) | {"qk_norm": "full", "norms": norms}
+
+
+def _starcoder2(config: _Config) -> Fields:
+    bias = bool(config.get("use_bias", True))
+    return {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "ffn_bias": bias,
+        "norm_bias": True,
+        "style": "starcoder2",
+    } | _all_windowed(config)
+
+
+def _mixtral(config: _Config) -> Fields:
+    experts = Experts(
+        num_experts=config.need("num_local_experts"),
+        num_active=config.need("num_experts_per_tok"),
+        ffn=config.need("intermediate_size"),
+    )
+    return {"experts": experts} | _all_windowed(config)
+
+
+def _sparse_step(config: _Config) -> tuple[int, ...]:
+    """Layers that keep a dense block: those named, and those between every `decoder_sparse_step`-th."""
+    named = set(config.get("mlp_only_layers", ()))
+    step = int(config.get("decoder_sparse_step", 1))
+    return tuple(layer for layer in range(config.need("num_hidden_layers")) if layer in named or (layer + 1) % step)
+
+
+def _qwen2_moe(config: _Config) -> Fields:
+    experts = Experts(
+        num_experts=config.need("num_experts", "num_local_experts"),
+        num_active=config.need("num_experts_per_tok"),
+        ffn=config.need("moe_intermediate_size"),
+        shared_ffn=config.need("shared_expert_intermediate_size"),
+        shared_name="shared_expert",
+        has_shared_gate=True,
+        dense_layers=_sparse_step(config),
+    )
+    return {"experts": experts, "qkv_bias": bool(config.get("qkv_bias", True))}
+
+
+def _qwen3_moe(config: _Config) -> Fields:
+    experts = Experts(
+        num_experts=config.need("num_experts", "num_local_experts"),
+        num_active=config.need("num_experts_per_tok"),
+        ffn=config.need("moe_intermediate_size"),
+        dense_layers=_sparse_step(config),
+    )
+    return _qwen3(config) | {"experts": experts}
+
+
+def _deepseek(config: _Config) -> Fields:
+    q_rank = config.get("q_lora_rank")
+    latent = LatentAttention(
+        kv_rank=config.need("kv_lora_rank"),
+        nope_dim=config.need("qk_nope_head_dim"),
+        rope_dim=config.need("qk_rope_head_dim"),
+        value_dim=config.need("v_head_dim"),
+        q_rank=None if q_rank is None else int(q_rank),
+    )
+    layers = config.need("num_hidden_layers")
+    first_dense = int(config.get("first_k_dense_replace", 3 if config.kind == "deepseek_v3" else 0))
+    ffn = config.need("moe_intermediate_size")
+    experts = Experts(
+        num_experts=config.need("n_routed_experts"),
+        num_active=config.need("num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=ffn * int(config.get("n_shared_experts", 1 if config.kind == "deepseek_v3" else 2)),
+        dense_layers=tuple(range(min(first_dense, layers))),
+    )
+    return _llama(config) | {"latent": latent, "experts": experts}
+
+
+FAMILIES: Mapping[str, Callable[[_Config], Fields]] = {
+    "llama": _llama,
+    "mistral": _all_windowed,
+    "smollm3": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _attention_bias,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "starcoder2": _starcoder2,
+    "gpt2": _nothing,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}
+"""`model_type` of a config -> what differs from the common fields."""
