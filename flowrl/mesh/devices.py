@@ -1,0 +1,127 @@
+"""Devices and hosts with their published figures, and how much of them a job reaches.
+
+Peaks are what the vendor prints for dense bf16 and for one direction. `Efficiency` says how much of a peak is reached; its
+defaults are assumptions until a cluster has been measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flowrl.errors import ConfigError
+
+GIB = 2**30
+
+
+def require_positive(owner: object, *names: str, zero: bool = False) -> None:
+    """Raise `ConfigError` unless each field is a finite number above 0 (with `zero`, of at least 0)."""
+    for name in names:
+        value: Any = getattr(owner, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not zero):
+            least = "of at least 0" if zero else "above 0"
+            raise ConfigError(f"{type(owner).__name__} needs a finite number {least} for {name}; found {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or one process's share of a CPU.
+
+    Example:
+        Device("A100-80G", memory_bytes=80 * 2**30, peak_flops=312e12, hbm_bytes_s=2.039e12)
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    """FLOP per second, bf16, dense."""
+    hbm_bytes_s: float
+    """Bytes per second between the device and its own memory, reads and writes together."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "memory_bytes", "peak_flops", "hbm_bytes_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """How much of each peak is reached, as a fraction. Every default is assumed; a measured cluster replaces them."""
+
+    train: float = 0.40
+    """Of `peak_flops`, forward and backward, counting recomputed work."""
+    forward: float = 0.50
+    """Of `peak_flops`, forward only."""
+    hbm: float = 0.70
+    """Of `hbm_bytes_s`."""
+    decode_flops: float = 0.60
+    """Of `peak_flops`, when decoding is bound by arithmetic."""
+    nvlink: float = 0.80
+    nic: float = 0.85
+    pcie: float = 1.0
+    """Of `pcie_bytes_s`, which is already what pinned copies reach."""
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            require_positive(self, name)
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"Efficiency.{name} is a fraction of a peak, above 0 to 1; found {getattr(self, name)!r}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The memory and CPU of one node, and its way to the devices."""
+
+    memory_bytes: int
+    pcie_bytes_s: float
+    """Pinned copies, one direction, over one uplink."""
+    pcie_shared_by: int = 1
+    """Devices behind one uplink; each gets its part when all copy at once."""
+    cpu_adam_params_s: float = 2e9
+    """Parameters per second of Adam on the CPUs of one node. Reported rates differ sevenfold: measure it."""
+    nvme_bytes_s: float = 0.0
+    """To disk, one direction, per node; 0 where offload to disk is not to be planned."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "memory_bytes", "pcie_bytes_s", "pcie_shared_by", "cpu_adam_params_s")
+        require_positive(self, "nvme_bytes_s", zero=True)
+
+    @property
+    def pcie_per_device_bytes_s(self) -> float:
+        """Bytes per second of one device, one direction, while all devices copy."""
+        return self.pcie_bytes_s / self.pcie_shared_by
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A device together with the links and the host it is usually sold with."""
+
+    device: Device
+    nvlink_bytes_s: float
+    nic_bytes_s: float
+    host: Host
+
+
+def _product(
+    name: str, memory_gib: int, peak_flops: float, hbm: float, nvlink: float, nic: float, host: Host
+) -> Product:
+    return Product(Device(name, memory_gib * GIB, peak_flops, hbm), nvlink, nic, host)
+
+
+# Published peaks. Host memory is what common nodes have, not what each has: give your own. Two A100s share one x16 uplink.
+DEVICES: dict[str, Product] = {
+    "A100-40G": _product("A100-40G", 40, 312e12, 1.555e12, 300e9, 25e9, Host(1024 * GIB, 25e9, pcie_shared_by=2)),
+    "A100-80G": _product("A100-80G", 80, 312e12, 2.039e12, 300e9, 25e9, Host(1024 * GIB, 25e9, pcie_shared_by=2)),
+    "H100-80G": _product("H100-80G", 80, 989e12, 3.35e12, 450e9, 50e9, Host(2048 * GIB, 55e9)),
+    "H200": _product("H200", 139, 989e12, 4.8e12, 450e9, 50e9, Host(2048 * GIB, 54e9)),
+    "cpu": _product("cpu", 8, 1e11, 2e10, 1e10, 1e9, Host(16 * GIB, 1e10, cpu_adam_params_s=2.5e8)),
+}
+ALIASES = {
+    "A100": "A100-80G",
+    "A100-SXM-80G": "A100-80G",
+    "H100": "H100-80G",
+    "H100-SXM-80G": "H100-80G",
+    "H200-141G": "H200",
+}
