@@ -1,0 +1,140 @@
+"""What must not go wrong when something else does: a claim that is gone, a merge without memory, a restored table."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.errors import SchemaError, StoreError
+from flowrl.schema import PROMPT, SAMPLE
+from flowrl.store import changes
+from flowrl.store.rows import RowBatch
+from flowrl.store.table import ExperienceTable
+
+TYPES = {"prompt_id": PROMPT.str, "number": SAMPLE.i64}
+
+
+def numbers(start: int, stop: int, group: int = 4) -> RowBatch:
+    rows = np.arange(start, stop)
+    return RowBatch({"prompt_id": [f"p{n // group}" for n in rows], "number": rows}, TYPES)
+
+
+def private(**options: Any) -> ExperienceTable:
+    return ExperienceTable(memory="private", **options)
+
+
+def test_a_stream_over_a_table_that_was_restored_ends_and_the_table_goes_on() -> None:
+    with ExperienceTable() as rows:
+        rows.append(numbers(0, 8))
+        saved = rows.state()
+        stream = rows.stream("update", 4, columns=["number"], ahead=1)
+        next(stream)
+        rows.restore(saved)
+        with pytest.raises(StoreError, match="the claim of node 'update' is gone"):
+            next(stream)
+        with ExperienceTable.open(rows.name) as other:  # whatever is in the log can be read
+            assert other["number"].tolist() == list(range(8))
+            assert other.claim("update", 8).numbers.tolist() == list(range(8))  # type: ignore[union-attr]
+
+
+def test_a_childs_copy_of_a_claim_gives_nothing_back() -> None:
+    with ExperienceTable() as rows:
+        rows.append(numbers(0, 8))
+        claim = rows.claim("update", 4)
+        assert claim is not None
+        child = os.fork()
+        if child == 0:
+            try:
+                del claim
+                found = rows.claim("update", 8)
+                os._exit(0 if found is not None and found.numbers.tolist() == [4, 5, 6, 7] else 1)
+            except BaseException:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        claim.done()
+
+
+def test_a_bound_in_bytes_drops_pieces_and_not_the_table() -> None:
+    rows = private(max_bytes=10_000)
+    for start in range(0, 4000, 100):
+        rows.append(RowBatch({"number": np.arange(start, start + 100)}, {"number": SAMPLE.i64}))
+        assert rows.stats().stored_bytes <= 10_000
+        if start >= 2000:
+            assert len(rows) >= 900, "an append takes the place of about as much as it brings"
+    assert rows["number"].tolist()[-1] == 3999
+
+
+def test_claimed_rows_stay_beyond_a_bound_in_bytes() -> None:
+    rows = private(max_bytes=2048, chunk_rows=128)
+    step = RowBatch({"number": np.arange(128)}, {"number": SAMPLE.i64})
+    rows.append(step)
+    claim = rows.claim("update", 128)
+    rows.append(step)
+    assert len(rows) == 256, "more than the bound, since nothing may leave"
+    assert claim is not None and len(claim.batch()) == 128
+    claim.done()
+    rows.append(step)
+    assert rows.numbers.tolist() == list(range(128, 384))
+
+
+def test_groups_are_what_they_were_after_saving() -> None:
+    rows = private(keep_together="prompt_id")
+    rows.append(numbers(0, 12))
+    rows.evict([4, 5, 6, 7])
+    again = private(keep_together="prompt_id")
+    again.restore(rows.state())
+    assert again.claim("update", 8, whole_groups=True).numbers.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]  # type: ignore[union-attr]
+    assert again.evict([5]) == 0
+
+
+def test_types_that_another_process_set_first_are_kept() -> None:
+    with ExperienceTable() as rows, ExperienceTable.open(rows.name) as other:
+        later = changes.make_room
+
+        def meanwhile(*arguments: Any) -> None:
+            patch.setattr(changes, "make_room", later)
+            if not other.columns:
+                other.append(RowBatch({"score": [0.5]}, {"score": SAMPLE.f64}))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(changes, "make_room", meanwhile)
+            with pytest.raises(SchemaError, match=r"'score' of the table is SAMPLE\.f64; found SAMPLE\.i64"):
+                rows.append(RowBatch({"score": [1]}, {"score": SAMPLE.i64}))
+        assert rows["score"].tolist() == [0.5]
+
+
+def test_the_error_of_a_block_is_the_one_that_is_seen() -> None:
+    rows = private()
+    rows.append(numbers(0, 4))
+    saved = rows.state()
+    with pytest.raises(ZeroDivisionError), rows.claim("update", 2):  # type: ignore[union-attr]
+        rows.restore(saved)
+        raise ZeroDivisionError
+
+
+def test_rows_are_appended_though_there_is_no_memory_to_merge_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = private(chunk_rows=4)
+
+    def full(*_: Any) -> None:
+        raise StoreError("full")
+
+    monkeypatch.setattr(changes.layouts, "merge", full)
+    for start in range(0, 8, 2):
+        rows.append(numbers(start, start + 2))
+    assert rows["number"].tolist() == list(range(8))
+    assert rows.stats().segments == 4
+    monkeypatch.undo()
+    rows.append(numbers(8, 10))
+    rows.append(numbers(10, 12))
+    assert rows.stats().segments == 3, "older pieces are merged when there is room again"
+
+
+def test_many_groups_are_claimed_in_one_go() -> None:
+    rows = private(keep_together="prompt_id", chunk_rows=4096)
+    rows.append(numbers(0, 20_000))
+    claim = rows.claim("update", 20_000, whole_groups=True)
+    assert claim is not None and len(claim) == 20_000
+    assert len(claim._pairs) == 1
