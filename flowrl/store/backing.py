@@ -80,6 +80,8 @@ class Backing:
         self._dropped: deque[tuple[str, str, tuple[Record, ...]]] = deque()
         """Claims that nobody holds any more: node, token, what is to be said before they are given back."""
         self._depth = 0
+        self._is_torn = False
+        """Whether an exception left the catalog in the middle of a record."""
         self._compact_at = COMPACT_BYTES
         self._tidied = 0
         """Bytes of our arenas when others' were last looked at."""
@@ -96,11 +98,35 @@ class Backing:
     def replay(self) -> None:
         """Apply what others, or this process, have committed."""
         with self.mutex:
-            for record in self.log.read():
+            if self._is_torn:
+                self._begin_again()
+            self._is_torn = True
+            for record in self._unread():
                 self.catalog.apply(record)
             if self.catalog.retired:
                 retired, self.catalog.retired = self.catalog.retired, []
                 self._sort_out(retired)
+            self._is_torn = False
+
+    def _unread(self) -> list[Record]:
+        try:
+            return self.log.read()
+        except StoreError:  # of a damaged log; what precedes was applied
+            self._is_torn = False
+            raise
+
+    def _begin_again(self) -> None:
+        """The catalog from the log alone, after an exception (Ctrl-C) in the middle of a record."""
+        if not self.log.rewind():
+            return
+        before, fresh = self.catalog, Catalog()
+        for record in self.log.read():
+            fresh.apply(record)
+        # what left before is not to be given back again
+        left = {s.uid: s for s in (*before.segments.values(), *before.retired) if s.uid not in self._waiting}
+        fresh.retired = [segment for uid, segment in left.items() if uid not in fresh.segments]
+        fresh.columns_version += before.columns_version + 1
+        before.__dict__ = fresh.__dict__
 
     @contextmanager
     def transaction(self, timeout_s: float | None = None) -> Iterator[Catalog]:
@@ -143,9 +169,11 @@ class Backing:
     def commit(self, *records: Record) -> None:
         """Make the records part of the table, all or none. Inside a transaction."""
         with self.mutex:  # nobody reads the log in between
+            self._is_torn = True
             if self.log.append_read(*records):
                 for record in records:
                     self.catalog.apply(record)
+            self._is_torn = False
         self.replay()
         if self.log.bytes_since_snapshot > max(self._compact_at, 2 * self.log.snapshot_bytes):
             self._compact()
@@ -183,6 +211,13 @@ class Backing:
                 self.recycle()
             block = self.arenas.allocate(nbytes)
             return block, self.arenas.write(block)
+
+    def discard_uncommitted(self, segments: Iterable[Segment]) -> None:
+        """Give back the blocks of those segments that are not in the table, after an exception at any place."""
+        with self.mutex:
+            self.replay()
+            known = self.catalog.segments.keys() | self._waiting.keys()
+            self.discard(Block(*s.place) for s in segments if s.uid not in known)
 
     def discard(self, blocks: Iterable[Block]) -> None:
         """Give back blocks that were never committed."""

@@ -8,6 +8,7 @@ merge     a chunk that is full, and was written in pieces, becomes one segment
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import layout as layouts
 from flowrl.store.backing import Backing
-from flowrl.store.catalog import HOT, Catalog, Piece, Record, Segment, cut
+from flowrl.store.catalog import HOT, Catalog, NodeState, Piece, Record, Segment, cut
 from flowrl.store.columns import inner_lengths, to_stored
 from flowrl.store.incoming import Incoming
 from flowrl.store.intervals import Pairs, RowSet, length
@@ -92,7 +93,7 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
                     break
             make_room(backing, bounds, stored, nbytes, until)  # another process took it
     except BaseException:
-        backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+        backing.discard_uncommitted(segments)
         raise
     return range(first, first + rows.num_rows), closed
 
@@ -209,7 +210,8 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: f
             seen = backing.log.sequence
         left = until - time.monotonic()
         if left <= 0:
-            raise WaitTimeout(_full_text(backing.catalog, bounds, lacking))
+            with backing.mutex:
+                raise WaitTimeout(_full_text(backing.catalog, bounds, lacking))
         backing.log.wait(seen, min(left, LONGEST_NAP_S))
 
 
@@ -308,7 +310,7 @@ def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeo
                 records.append({"kind": "segments", "new": [s.to_json() for s in segments]})
             backing.commit(*records)
         except BaseException:
-            backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+            backing.discard_uncommitted(segments)
             raise
 
 
@@ -323,6 +325,7 @@ def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: floa
     segments: list[Segment] = []
     with backing.transaction(timeout_s) as catalog:
         column = catalog.columns[name]
+        ready = column.ready
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= catalog.appended):
             raise DataError(
                 f"fill was given row number {rows.min() if rows.min() < 0 else rows.max()}; {catalog.appended} rows "
@@ -333,7 +336,7 @@ def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: floa
         order = np.argsort(rows, kind="stable")
         asked = RowSet.of(rows)
         there = RowSet(pair for a, b in asked for pair in catalog.alive.clip(a, b))
-        if double := [pair for a, b in there for pair in column.ready.clip(a, b)]:
+        if double := [pair for a, b in there for pair in ready.clip(a, b)]:
             raise SchemaError(
                 f"row number {double[0][0]} has a value of '{name}' already; values are never overwritten"
             )
@@ -348,7 +351,7 @@ def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: floa
                 records.insert(0, {"kind": "columns", "columns": [[name, str(kind), column.required, column.doc]]})
             backing.commit(*records)
         except BaseException:
-            backing.discard(blocks_of(s for s in segments if s.uid not in backing.catalog.segments))
+            backing.discard_uncommitted(segments)
             raise
         return len(there)
 
@@ -436,7 +439,7 @@ def _merge(backing: Backing, chunk_rows: int, timeout_s: float) -> None:
                 is_used = True
         finally:
             if not is_used:
-                backing.discard(blocks_of([merged]))
+                backing.discard_uncommitted([merged])
 
 
 def _pieces_of_a_full_chunk(catalog: Catalog, chunk_rows: int) -> list[Segment]:
@@ -500,11 +503,12 @@ def state(backing: Backing) -> dict[str, Any]:
     """Rows and counters, enough for `restore`. In a transaction."""
     catalog = backing.catalog
     pairs = catalog.alive.pairs()
-    partial = [n for n, c in catalog.columns.items() if not all(c.ready.covers(a, b) for a, b in pairs)]
+    sets = {name: column.ready for name, column in catalog.columns.items()}
+    partial = [name for name, ready in sets.items() if not all(ready.covers(a, b) for a, b in pairs)]
     whole = [n for n in catalog.columns if n not in partial]
     filled = {}
     for name in partial:
-        there = [pair for a, b in pairs for pair in catalog.columns[name].ready.clip(a, b)]
+        there = [pair for a, b in pairs for pair in sets[name].clip(a, b)]
         filled[name] = [there, View.of(backing, there, [name]).batch().to_ipc()]
     starts = [g for g in catalog.groups if g in catalog.alive]
     return {
@@ -514,6 +518,8 @@ def state(backing: Backing) -> dict[str, Any]:
         "filled": filled,
         "groups": np.diff([*starts, catalog.appended]).tolist() if starts else [],
         "group_rows": list(catalog.groups),
+        "nodes": {name: node.done.pairs() for name, node in catalog.nodes.items()},
+        "finished": catalog.finished,
         "appended": catalog.appended,
         "evicted": catalog.evicted,
         "version": catalog.version,
@@ -549,6 +555,9 @@ def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
     except BaseException:
         backing.discard(blocks_of(segments))
         raise
+    for node, done in saved.get("nodes", {}).items():  # what was claimed and not done is given back
+        fresh.nodes[node] = NodeState(RowSet(done), RowSet(done))
+    fresh.finished = saved.get("finished", False)
     fresh.appended, fresh.evicted, fresh.version = saved["appended"], saved["evicted"], saved["version"]
     backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
 
@@ -569,7 +578,7 @@ def _restore_rows(
     chunks = []
     at = 0
     for start, stop in pairs:
-        edges = [g for g in groups if start < g < stop]
+        edges = groups[bisect_right(groups, start) : bisect_left(groups, stop)]
         sizes = np.diff([start, *edges, stop]).tolist() if groups else []
         for piece in cut(stop - start, 0, bounds.chunk_rows, sizes):
             part = batch.slice(at + piece.start, at + piece.stop)

@@ -42,6 +42,8 @@ LONGEST_NAP_S = 0.25
 class Claim:
     """Some rows, and the right to be the only consumer of a node that has them."""
 
+    is_open = False
+
     def __init__(self, backing: Backing, node: str, token: str, pairs: Pairs, view: View) -> None:
         self.backing, self.node = backing, node
         self._token, self._pairs = token, pairs
@@ -204,7 +206,8 @@ def claim(
         if is_over or wait_s <= 0:
             return None
         if left <= 0:
-            raise WaitTimeout(_waited_text(backing, node, rows, columns, at_least, wait_s))
+            with backing.mutex:
+                raise WaitTimeout(_waited_text(backing, node, rows, columns, at_least, wait_s))
         backing.log.wait(seen, min(left, LONGEST_NAP_S))
 
 
@@ -285,11 +288,12 @@ def _waited_text(
     untaken = len(catalog.alive) - (0 if state is None else length(
         [pair for a, b in catalog.alive for pair in state.taken.clip(a, b)]
     ))  # fmt: skip
-    lacking = [
-        f"'{name}' is there for {length([p for a, b in catalog.alive for p in catalog.columns[name].ready.clip(a, b)])}"
-        for name in names
-        if name in catalog.columns
-    ]
+    lacking = []
+    for name in names:
+        if name in catalog.columns:
+            ready = catalog.columns[name].ready
+            there = length(pair for a, b in catalog.alive for pair in ready.clip(a, b))
+            lacking.append(f"'{name}' is there for {there}")
     claimed = 0 if state is None else sum(length(pairs) for _, pairs in state.open.values())
     return (
         f"waited {wait_s:g} s for {at_least} rows for node '{node}'. The table has {len(catalog.alive)} rows: {untaken} not "

@@ -31,7 +31,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -39,6 +38,7 @@ import numpy as np
 
 from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import futex
+from flowrl.store.transaction import Transaction
 
 Record = dict[str, Any]
 
@@ -185,12 +185,12 @@ class CommitLog:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def transaction(self, timeout_s: float = 30.0) -> _Transaction:
+    def transaction(self, timeout_s: float = 30.0) -> Transaction:
         """Hold the log's lock, against other threads and processes; a thread may nest transactions.
 
         Errors: WaitTimeout when it is not free in time; StoreError when the log is read-only, closed or removed.
         """
-        return _Transaction(self, timeout_s)
+        return Transaction(self, timeout_s)
 
     def append(self, *records: Record) -> int:
         """Commit records, all or none, inside a transaction. Returns `sequence` after it.
@@ -287,24 +287,22 @@ class CommitLog:
             size = wanted
         self._capacity = size
 
-    def _acquire(self, timeout_s: float) -> None:
+    def _acquire(self, held: Transaction, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        if not self._threads.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+        held.epoch = self._epoch
+        held.has_thread = self._threads.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        if not held.has_thread:
             raise WaitTimeout(
                 f"waited {timeout_s:g} s for the table in {self._folder}: another thread of this process is at it"
             )
-        try:
-            if self._depth == 0:
-                self._check_open()
-                if self._files.lock < 0:
-                    self._files.lock = self._open_lock()
-                self._flock(deadline, timeout_s)
-                if not self._readonly:
-                    self._words[_HOLDER] = os.getpid()
-            self._depth += 1
-        except BaseException:
-            self._threads.release()
-            raise
+        if self._depth == 0:
+            self._check_open()
+            if self._files.lock < 0:
+                self._files.lock = self._open_lock()
+            self._flock(deadline, timeout_s)
+            if not self._readonly:
+                self._words[_HOLDER] = os.getpid()
+        held.is_counted, self._depth = True, self._depth + 1
 
     def _flock(self, deadline: float, timeout_s: float) -> None:
         descriptor = self._files.lock
@@ -339,18 +337,19 @@ class CommitLog:
                 f"{self._folder}/lock cannot be opened: {error}; the table may have been removed"
             ) from error
 
-    def _release(self, epoch: int) -> None:
-        if epoch != self._epoch:  # in a fork's child, which never had it
+    def _release(self, held: Transaction) -> None:
+        if held.epoch != self._epoch or not held.has_thread:  # in a fork's child, which never had it
             return
-        self._depth -= 1
+        if held.is_counted:
+            held.is_counted, self._depth = False, self._depth - 1
         ring = False
         if self._depth == 0:
             ring, self._ring = self._ring, False
-            if not self._readonly:
+            if not self._readonly and self._words[_HOLDER] == os.getpid():
                 self._words[_HOLDER] = 0
             if self._files.lock >= 0:
                 fcntl.flock(self._files.lock, fcntl.LOCK_UN)
-        self._threads.release()
+        held.has_thread = self._threads.release()  # type: ignore[func-returns-value]
         if ring:
             futex.wake(self._bell)
 
@@ -399,6 +398,12 @@ class CommitLog:
             self._at = (generation, stop, snapshot)
             self._seen = place if stop == end else _NEVER
             return records
+
+    def rewind(self) -> bool:
+        """Let `read` begin anew with all there is, for who lost what was read. False where that is gone."""
+        with self._reading:
+            self._at, self._seen = (self._at[0], _START, self._at[2]), _NEVER
+        return True
 
     def _parse(self, generation: int, start: int, end: int) -> tuple[list[Record], int]:
         records: list[Record] = []
@@ -497,9 +502,9 @@ class LocalLog:
         self._closed = False
         _live.add(self)
 
-    def transaction(self, timeout_s: float = 30.0) -> _Transaction:
+    def transaction(self, timeout_s: float = 30.0) -> Transaction:
         """Keep other threads out. Errors: WaitTimeout."""
-        return _Transaction(self, timeout_s)
+        return Transaction(self, timeout_s)
 
     def append(self, *records: Record) -> int:
         """Commit records, inside a transaction."""
@@ -522,6 +527,10 @@ class LocalLog:
             self._sequence += 1
             self._changed.notify_all()
             return self._sequence
+
+    def rewind(self) -> bool:
+        """Nothing is kept that was read."""
+        return False
 
     def read(self) -> list[Record]:
         """Records that were not read yet."""
@@ -553,41 +562,25 @@ class LocalLog:
             self._closed = True
             self._changed.notify_all()
 
-    def _acquire(self, timeout_s: float) -> None:
-        if not self._threads.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
+    def _acquire(self, held: Transaction, timeout_s: float) -> None:
+        held.epoch = self._epoch
+        held.has_thread = self._threads.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        if not held.has_thread:
             raise WaitTimeout(f"waited {timeout_s:g} s for the table: another thread is at it")
         if self._closed:
-            self._threads.release()
             raise StoreError("the table is closed; a table with memory='private' cannot be opened again")
-        self._depth += 1
+        held.is_counted, self._depth = True, self._depth + 1
 
-    def _release(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            self._depth -= 1
-            self._threads.release()
+    def _release(self, held: Transaction) -> None:
+        if held.epoch == self._epoch and held.has_thread:
+            if held.is_counted:
+                held.is_counted, self._depth = False, self._depth - 1
+            held.has_thread = self._threads.release()  # type: ignore[func-returns-value]
 
     def _in_child(self) -> None:
         self._epoch += 1
         self._threads, self._changed = threading.RLock(), threading.Condition(threading.Lock())
         self._depth = 0
-
-
-class _Transaction:
-    """Holds a log's lock while a `with` block runs."""
-
-    __slots__ = ("_epoch", "_log", "_timeout_s")
-
-    def __init__(self, log: CommitLog | LocalLog, timeout_s: float) -> None:
-        self._log, self._timeout_s, self._epoch = log, timeout_s, 0
-
-    def __enter__(self) -> None:
-        self._log._acquire(self._timeout_s)
-        self._epoch = self._log._epoch
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._log._release(self._epoch)
 
 
 class _Files:

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -687,3 +688,101 @@ def test_errors_are_of_this_package(tmp_path: Path) -> None:
         table.append(batch_of(0, 4), TYPES)
         with pytest.raises(StoreError, match="private"):
             pickle.dumps(table)
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+class Interruption(BaseException):
+    """What a signal handler may raise anywhere: Ctrl-C, or the alarm of a reward checker."""
+
+
+UNINTERRUPTED = ("__del__", "_collected", "_drain", "unpin")
+"""Run by the collector: Python prints an exception there and goes on."""
+
+
+def interrupted(act: Callable[[], Any], at: int) -> int | None:
+    """Run `act`, with an exception raised at the line numbered `at` of those of the store that it runs.
+
+    Returns: None when it was interrupted, else the number of lines.
+    """
+    lines = 0
+    store = str(Path(folders.__file__).parent)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(store) or frame.f_code.co_name in UNINTERRUPTED:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                raise Interruption
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except Interruption:
+        return None
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def claim_and_end(table: ExperienceTable) -> None:
+    claim = table.claim("train", 10, list(TYPES))
+    assert claim is not None
+    claim.batch()
+    claim.done()
+
+
+ACTS: dict[str, Callable[[ExperienceTable], Any]] = {
+    "append": lambda table: table.append(batch_of(table.appended, table.appended + 24)),
+    "claim": claim_and_end,
+    "evict": lambda table: table.evict(np.arange(20)),
+    "fill": lambda table: table.fill("reward", np.arange(40, 50), np.arange(40, 50, dtype=np.float32)),
+    "read": lambda table: table.take([3, 40], list(TYPES)),
+}
+
+
+def interrupt_everywhere(name: str, stride: int) -> None:
+    act = ACTS[name]
+    at, lines = 1, None
+    while lines is None:
+        with ExperienceTable(chunk_rows=32, max_rows=100, timeout_s=2) as table:
+            table.append(batch_of(0, 40))
+            table.append(batch_of(40, 50))
+            table.add_column("reward", None, SAMPLE.f32)
+            with ExperienceTable.open(table.name) as other:
+                note = f"{name} interrupted at line {at}"
+                lines = interrupted(lambda: act(table), at)
+                appended = other.appended
+                other.append(batch_of(appended, appended + 8))  # nobody holds the lock
+                for one in (table, other):
+                    assert one.appended == appended + 8, note
+                    assert np.array_equal(one.numbers, other.numbers), note
+                    check_rows(one.batch(list(TYPES)), one.numbers)
+                for _ in range(8):  # memory is given out again, and not twice
+                    for one in (table, other):
+                        start = one.appended
+                        one.append(batch_of(start, start + 20))
+                        one._backing.recycle()
+                        check_rows(table.batch(list(TYPES)), other.numbers)
+                        check_rows(other.batch(list(TYPES)), table.numbers)
+                claim = table.claim("judge", 100, list(TYPES))
+                assert claim is not None and len(claim) == len(table), note
+                claim.done()
+        at += stride
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_an_interruption_at_some_lines(name: str) -> None:
+    interrupt_everywhere(name, 47)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ACTS)
+def test_an_interruption_at_every_third_line(name: str) -> None:
+    interrupt_everywhere(name, 3)
