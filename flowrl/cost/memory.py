@@ -1,0 +1,230 @@
+"""Bytes on a device: of training, and of a sampling engine with its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState, state_cost
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
+from flowrl.mesh import Cluster
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBytes:
+    """Bytes per logit alive at the worst moment of a loss, by the way it is computed. Measured with a memory tracker on
+    fake tensors."""
+
+    cross_entropy: float = 14
+    """In fp32, gradients included."""
+    cross_entropy_freed: float = 12
+    """The same, the bf16 logits freed before."""
+    logsumexp: float = 8
+    """Chosen logit less log-sum-exp, in bf16."""
+    log_softmax_no_grad: float = 10
+    logsumexp_no_grad: float = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConstants:
+    """Calibrated numbers of the memory formulas."""
+
+    hidden_activation: float = 16
+    """Bytes per token and hidden unit that a layer keeps for its backward pass. 16 is Transformers' own code, exactly; kernels
+    that fuse the norms keep about 8."""
+    ffn_activation: float = 8
+    """The same per unit of the feed-forward block; 4 to 6 where its product is fused."""
+    logits: LogitBytes = LogitBytes()
+    fragmentation: float = 1.05
+    """What the allocator holds over what is asked of it. Assumed."""
+    context_bytes: float = 2 * GIB
+    """CUDA context and communication buffers. Assumed."""
+    engine_bytes: float = 3 * GIB
+    """Activations and graphs of a sampling engine. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMemory:
+    """Bytes on one device while it trains, term by term."""
+
+    state_bytes: float
+    gather_bytes: float
+    """Gathered bf16 weights: two layers in flight, and embedding and head throughout."""
+    gradient_bytes: float
+    """Of one layer: bf16 before and fp32 in the reduction."""
+    activation_bytes: float
+    logit_bytes: float
+    total_bytes: float
+    """All together, with fragmentation and context."""
+    idle_bytes: float
+    """State that stays on the device in other phases."""
+    host_bytes: float
+    """On all hosts together."""
+
+
+def activation_token_bytes(
+    shape: ModelShape,
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    constants: MemoryConstants | None = None,
+) -> float:
+    """Bytes per token that one layer keeps for its backward pass: `c_h·h + 4·a·d + 4·kv·d + 4·a + c_f·f + 8`.
+
+    With 16 and 8 this equals the bytes that autograd saves in Transformers' layers: 200,840 for Llama-3-8B, 225,400 for
+    Qwen2.5-7B. Tensor parallelism divides what heads and the feed-forward block keep; the rest only with sequence
+    parallelism. Of experts, the active and the shared count; latent attention counts its heads in full, as if expanded.
+    """
+    keep = constants or MemoryConstants()
+    ffn = float(shape.ffn)
+    if shape.experts is not None:
+        sparse = shape.experts.num_active * shape.experts.ffn + shape.experts.shared_ffn
+        ffn = float(max(sparse, shape.ffn)) if shape.experts.dense_layers else float(sparse)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.latent is not None:
+        q = shape.heads * shape.latent.qk_dim
+        kv = shape.heads * (shape.latent.qk_dim + shape.latent.value_dim) // 2
+    inner = 4 * q + 4 * kv + 4 * shape.heads + keep.ffn_activation * ffn
+    outer = keep.hidden_activation * shape.hidden + 8
+    return inner / tensor_parallel + outer / (tensor_parallel if sequence_parallel else 1)
+
+
+def logit_bytes(
+    shape: ModelShape,
+    tokens: int,
+    *,
+    loss: str = "cross_entropy",
+    chunk: int | None = 1024,
+    tensor_parallel: int = 1,
+    constants: MemoryConstants | None = None,
+) -> float:
+    """`c_v·V·min(T, chunk)/tp`; nothing for a score head. `loss` is a field of `LogitBytes`; chunk None: all tokens at once."""
+    if shape.head != "lm":
+        return 0.0
+    per_logit = getattr((constants or MemoryConstants()).logits, loss, None)
+    if per_logit is None:
+        known = ", ".join(LogitBytes.__dataclass_fields__)
+        raise ConfigError(f"a loss is one of {known}; found {loss!r}")
+    at_once = tokens if chunk is None else min(tokens, chunk)
+    return float(per_logit) * shape.vocab * at_once / tensor_parallel
+
+
+def train_memory(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    shards: int,
+    tokens: int,
+    recompute: bool = True,
+    loss: str = "cross_entropy",
+    chunk: int | None = 1024,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    sequence_parallel: bool = False,
+    offload: Offload = Offload.NONE,
+    park_weights: bool = False,
+    state: OptimizerState = ADAM_FP32,
+    constants: MemoryConstants | None = None,
+    moving: OffloadConstants | None = None,
+) -> TrainMemory:
+    """Bytes on one device that trains with fully sharded weights and `tokens` tokens per micro-batch.
+
+        state       total_bytes·N / (S·tp)
+        gather      2·(2·layer) + 2·(embedding and head), /tp
+        gradients   (2 + 4)·layer, /tp; with LoRA of the adapters only
+        activations recomputed: 2·h·L·T + A_layer·T;  kept: L·A_layer·T;  T/cp
+        logits      see logit_bytes
+        total       (all of these)·fragmentation + context
+
+    `shards` are those of the weights besides tensor parallelism.
+    """
+    keep = constants or MemoryConstants()
+    held = state_cost(
+        shape,
+        cluster,
+        shards=shards * tensor_parallel,
+        offload=offload,
+        park_weights=park_weights,
+        state=state,
+        constants=moving,
+    )
+    root = shape.embedding_params() * (1 if shape.tied or shape.head != "lm" else 2)
+    gather = (2 * 2 * shape.layer_params() + 2 * root) / tensor_parallel
+    trained_layer = shape.layer_params() if shape.lora is None else shape.lora_params() / shape.layers
+    gradients = (2 + 4) * trained_layer / tensor_parallel
+    here = tokens / context_parallel
+    layer = activation_token_bytes(
+        shape, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, constants=keep
+    )
+    if recompute:
+        inputs = 2 * shape.hidden * shape.layers / (tensor_parallel if sequence_parallel else 1)
+        activations = (inputs + layer) * here
+    else:
+        activations = shape.layers * layer * here
+    logits = logit_bytes(
+        shape, -(-tokens // context_parallel), loss=loss, chunk=chunk, tensor_parallel=tensor_parallel, constants=keep
+    )
+    used = held.train_bytes + gather + gradients + activations + logits
+    return TrainMemory(
+        state_bytes=held.train_bytes,
+        gather_bytes=gather,
+        gradient_bytes=gradients,
+        activation_bytes=activations,
+        logit_bytes=logits,
+        total_bytes=used * keep.fragmentation + keep.context_bytes,
+        idle_bytes=held.idle_bytes,
+        host_bytes=held.host_bytes,
+    )
+
+
+def in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a pipeline stage holds at once (one forward, one backward): `min(m, pp - stage)`."""
+    if not 0 <= stage < stages:
+        raise ConfigError(f"a pipeline of {stages} stages has stages 0 to {stages - 1}; found {stage}")
+    return min(micro_batches, stages - stage)
+
+
+def engine_weight_bytes(
+    shape: ModelShape, *, tensor_parallel: int = 1, pipeline: int = 1, weight_bytes: float = 2
+) -> float:
+    """Weights of a sampling engine on one device: `2·N / (tp·pp)`."""
+    return weight_bytes * shape.params() / (tensor_parallel * pipeline)
+
+
+def cache_pool_bytes(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    utilization: float = 0.9,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    constants: MemoryConstants | None = None,
+) -> float:
+    """Bytes of one device that are left for the cache: `gmu·M - 2·N/(tp·pp) - engine_bytes`. Below 0 the engine does not fit."""
+    keep = constants or MemoryConstants()
+    weights = engine_weight_bytes(shape, tensor_parallel=tensor_parallel, pipeline=pipeline)
+    return utilization * cluster.device.memory_bytes - weights - keep.engine_bytes
+
+
+def cache_capacity_tokens(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    utilization: float = 0.9,
+    tensor_parallel: int = 1,
+    pipeline: int = 1,
+    constants: MemoryConstants | None = None,
+) -> float:
+    """Tokens the cache of one replica holds: `pool·tp·pp / kv_token_bytes`; 0 where the engine does not fit."""
+    pool = cache_pool_bytes(
+        shape,
+        cluster,
+        utilization=utilization,
+        tensor_parallel=tensor_parallel,
+        pipeline=pipeline,
+        constants=constants,
+    )
+    per_token = shape.kv_token_bytes(tensor_parallel=tensor_parallel)
+    return max(0.0, pool) * tensor_parallel * pipeline / per_token
