@@ -7,9 +7,10 @@
     segments      new segments in place of old ones (merged, compressed, spilled), or of a column that came later
     settle        a segment that compressing makes no smaller counts as compressed
     evict         rows gone
+    node          a consumer of a node came; from now on rows wait for it where the table waits
     claim, done, release     rows handed to a consumer of a node; used; given back
     touch         chunks that were read (tables that evict the least recently used)
-    slot, gone    a process came; a process ended: what it had claimed is free again
+    gone          a process ended: what it had claimed is free again
     finish        no more rows will come
     lost          segments whose memory went away with a machine or a process
     snapshot      everything above at once
@@ -302,9 +303,11 @@ class Catalog:
             if segment is None:
                 continue
             if any(self.columns[name].required for name in segment.names):
-                gone = length(self.alive.clip(segment.first, segment.stop))
-                self.lost += gone
-                self._evict(segment.first, segment.stop)
+                start, stop = segment.first, segment.stop
+                if self.groups:  # a group of which a part is gone is gone
+                    start, stop = self.group_of(start)[0], self.group_of(stop - 1)[1]
+                self.lost += length(self.alive.clip(start, stop))
+                self._evict(start, stop)
             else:  # a column that came later: the rows are still there, without it
                 self.families[segment.names].ready.remove(segment.first, segment.stop)
                 self._retire(segment)

@@ -95,7 +95,7 @@ def _plain_types(
             Column(name, found[name])  # refuses names that are no identifiers
     else:
         found = {c.name: c.type for c in schema}
-        if row.keys() != found.keys():
+        if row.keys() != found.keys() or any(found.get(name, kind) != kind for name, kind in (given or {}).items()):
             return None
     if any(not isinstance(n, int) for kind in found.values() for n in inner_lengths(kind)):
         return None  # an inner length that only a name stands for is known when all rows were looked at

@@ -66,11 +66,21 @@ def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: 
         raise
     backing = Backing(log, presence, Arenas(folder, lambda: presence.slot), Mapped(folder))
     backing.memory = folder
-    with backing.transaction():
+    try:
+        with backing.transaction():
+            if path is not None:
+                _point(folder / PATH, str(path))
+                _point(path / MEMORY, str(folder))
+            backing.commit(record)
+    except BaseException as error:
+        backing.close(keep=False)
+        remove_folder(folder)
         if path is not None:
-            _point(folder / PATH, str(path))
-            _point(path / MEMORY, str(folder))
-        backing.commit(record)
+            for name in ("head", "lock", "log.1", "slots", MEMORY):
+                (path / name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise StoreError(f"the table cannot be made in {path or folder}: {error}") from error
+        raise
     return Opened(backing, str(path) if path is not None else folder.name, folder, path)
 
 
@@ -115,8 +125,11 @@ def attach(target: str | Path, *, readonly: bool) -> Opened:
     folder, has_path = find(target)
     log = CommitLog.open(folder, readonly=readonly)
     try:
-        if not has_path:
+        if not has_path and readonly:
             return _joined(log, folder, None, readonly)
+        if not has_path:
+            with log.transaction():  # whoever leaves as the last removes the folder inside one
+                return _joined(log, folder, None, readonly)
         if readonly:
             memory = _memory_of(folder)
             return _joined(log, memory, folder, readonly)
@@ -223,7 +236,6 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
     if memory is None or readonly or backing.presence is None or backing.arenas is None:
         backing.close(keep=memory is not None)
         return
-    keep = True
     try:
         with backing.transaction() as catalog:
             if any(slot == backing.presence.slot for node in catalog.nodes.values() for slot, _ in node.open.values()):
@@ -238,17 +250,16 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
                     backing.recycle()
                     backing.log.compact(catalog.snapshot())
                     (path / MEMORY).unlink(missing_ok=True)
-                keep = False
+                # still under the lock: a process that comes now finds either the table or that it is gone
+                if not remove_folder(memory, own_slot=backing.presence.slot) and path is not None:
+                    _point(path / MEMORY, str(memory))
     except (FlowError, OSError) as error:
         # memory stays, so that nothing is lost; whoever opens the table next saves it
         warnings.warn(
             f"rows of the table {opened.name} could not be written to files: {error}; they are kept in {memory}",
             stacklevel=2,
         )
-    slot = backing.presence.slot
-    backing.close(keep=keep)
-    if not keep:
-        remove_folder(memory, own_slot=slot)
+    backing.close(keep=True)
 
 
 _LOOKED = False

@@ -71,6 +71,11 @@ class Presence:
         assert self._slot is not None
         return self._slot
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process is on the list. The child of a fork is when it has used the table."""
+        return self._slot is not None and not self._closed
+
     def pin(self, uid: int) -> None:
         """Keep a segment's bytes as they are; counted. Inside a transaction of the log."""
         with self._lock:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowrl.store.backing import Backing
-from flowrl.store.catalog import TIERS
+from flowrl.store.catalog import TIERS, Catalog, ColumnState
+from flowrl.store.intervals import length
 from flowrl.store.reading import parsed_layouts
 from flowrl.store.writing import sizes_of
 
@@ -76,6 +77,11 @@ class TableStats:
         return asdict(self)
 
 
+def _rows_with(catalog: Catalog, column: ColumnState) -> int:
+    ready = column.ready
+    return length(pair for start, stop in catalog.alive for pair in ready.clip(start, stop))
+
+
 def stats(backing: Backing, name: str) -> TableStats:
     """Count what the catalog knows; no row is read."""
     with backing.mutex:
@@ -96,7 +102,7 @@ def stats(backing: Backing, name: str) -> TableStats:
                 raw_bytes=raw[column],
                 stored_bytes=stored[column],
                 codecs=codecs[column],
-                rows=sum(b - a for start, stop in catalog.alive for a, b in state.ready.clip(start, stop)),
+                rows=_rows_with(catalog, state),
                 required=state.required,
             )
             for column, state in catalog.columns.items()

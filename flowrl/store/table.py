@@ -36,6 +36,7 @@ from flowrl.store.intervals import RowSet
 from flowrl.store.laying import carrier_for, check_carried
 from flowrl.store.loader import Loader
 from flowrl.store.mover import Mover, Tiers
+from flowrl.store.presence import Presence
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
 
@@ -256,21 +257,20 @@ class ExperienceTable:
         """
         self._check_writable()
         self._mover.raise_error()
-        with self._backing.writing:
-            catalog = self._now()
-            with self._backing.mutex:
-                if self._schema is None or self._schema[0] != catalog.columns_version:
-                    later = frozenset(n for n, c in catalog.columns.items() if not c.required)
-                    known = self.schema if len(catalog.columns) > len(later) else None
-                    self._schema = (catalog.columns_version, known, later)
-                version, schema, later = self._schema
-            found = incoming(rows, types, schema, later, self.keep_together, version)
-            check_groups(found.groups, self.keep_together, self.max_rows)
-            if not found.num_rows and schema is not None:
-                return range(catalog.appended, catalog.appended)
-            numbers, closed = changes.append(self._backing, found, self._bounds)
-            if closed:
-                changes.merge_full_chunks(self._backing, self.chunk_rows, self.timeout_s)
+        catalog = self._now()
+        with self._backing.mutex:
+            if self._schema is None or self._schema[0] != catalog.columns_version:
+                later = frozenset(n for n, c in catalog.columns.items() if not c.required)
+                known = self.schema if len(catalog.columns) > len(later) else None
+                self._schema = (catalog.columns_version, known, later)
+            version, schema, later = self._schema
+        found = incoming(rows, types, schema, later, self.keep_together, version)
+        check_groups(found.groups, self.keep_together, self.max_rows)
+        if not found.num_rows and schema is not None:
+            return range(catalog.appended, catalog.appended)
+        numbers, closed = changes.append(self._backing, found, self._bounds)
+        if closed:
+            changes.merge_full_chunks(self._backing, self.chunk_rows, self.timeout_s)
         self._mover.poke()
         return numbers
 
@@ -285,8 +285,7 @@ class ExperienceTable:
         """
         self._check_writable()
         self._mover.raise_error()
-        with self._backing.writing:
-            changes.add_column(self._backing, name, values, kind, self.timeout_s)
+        changes.add_column(self._backing, name, values, kind, self.timeout_s)
         self._mover.poke()
 
     def fill(self, name: str, numbers: Any, values: Any) -> int:
@@ -303,11 +302,10 @@ class ExperienceTable:
         """
         self._check_writable()
         self._mover.raise_error()
-        with self._backing.writing:
-            with self._backing.mutex:
-                check_columns(self._now(), name)
-            filled = changes.fill(self._backing, name, numbers, values, self.timeout_s)
-            changes.merge_full_chunks(self._backing, self.chunk_rows, self.timeout_s)
+        with self._backing.mutex:
+            check_columns(self._now(), name)
+        filled = changes.fill(self._backing, name, numbers, values, self.timeout_s)
+        changes.merge_full_chunks(self._backing, self.chunk_rows, self.timeout_s)
         self._mover.poke()
         return filled
 
@@ -566,7 +564,7 @@ class ExperienceTable:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become the table that `state` was taken from; what was here is gone."""
         self._check_writable()
-        with self._backing.writing, self._backing.transaction(self.timeout_s):
+        with self._backing.transaction(self.timeout_s):
             changes.restore(self._backing, state, self._bounds)
 
     def close(self) -> None:
@@ -624,8 +622,8 @@ def _leave(backing: Backing, mover: Mover, opened: opening.Opened, readonly: boo
     """What closing means; runs when the table is collected or Python ends, too."""
     if backing.closed:
         return
-    if os.getpid() != pid:  # a forked child's copy: the parent's memory is the parent's to remove
-        backing.closed = True
+    if os.getpid() != pid and not (isinstance(backing.presence, Presence) and backing.presence.has_joined):
+        backing.closed = True  # a forked child's copy that was never used: the memory is the parent's to remove
         return
     mover.stop()
     opening.leave(backing, mover, opened, readonly=readonly)
