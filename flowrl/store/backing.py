@@ -85,8 +85,6 @@ class Backing:
         self._compact_at = COMPACT_BYTES
         self._tidied = 0
         """Bytes of our arenas when others' were last looked at."""
-        self.writing = threading.Lock()
-        """Appends of one process follow each other; those of several are ordered by the log."""
         self._leaving = False
         self.closed = False
         self.forks = 0
@@ -182,9 +180,8 @@ class Backing:
         try:
             self.log.compact(self.catalog.snapshot())
             self._compact_at = COMPACT_BYTES
-        except (
-            StoreError
-        ) as error:  # what was committed is committed; the log is as it was, only longer than it should be
+        except StoreError as error:
+            # what was committed is committed; the log is as it was, only longer than it should be
             if self._compact_at == COMPACT_BYTES:
                 warnings.warn(f"the table goes on with a log that grows: {error}", stacklevel=2)
             self._compact_at = self.log.bytes_since_snapshot + COMPACT_BYTES
@@ -234,6 +231,7 @@ class Backing:
                 return
             with self._idle:
                 pinned = self.presence.pinned([*self._waiting, *self._files])
+            self._take_back_pins()
             for uid in [uid for uid in self._files if uid not in pinned]:
                 for file in self._files.pop(uid):
                     file.unlink(missing_ok=True)
@@ -276,6 +274,7 @@ class Backing:
             if self.presence is not None:
                 with self._idle:
                     self.presence.pin(segment.uid)
+                self._take_back_pins()
                 weakref.finalize(root, self._collected, segment.uid, self.forks).atexit = False
             self._roots[segment.uid] = root
             return root
@@ -287,18 +286,21 @@ class Backing:
         """
         if segment.tier == DISK:  # the layout tells how it lay in memory
             return {}
-        found = self._places.get(segment.uid)
-        if found is None:
-            found = {}
-            cache: dict[int, np.ndarray] = {}
-            for one in layouts.parsed(segment.layouts):
-                place = layouts.places(one, root, segment.rows, offsets_cache=cache)
-                if place is not None:
-                    found[one.name] = place
-            with self.mutex:
-                while len(self._places) >= PLACES_KEPT:
-                    del self._places[next(iter(self._places))]
+        with self.mutex:
+            found = self._places.pop(segment.uid, None)
+            if found is not None:
                 self._places[segment.uid] = found
+                return found
+        found = {}
+        cache: dict[int, np.ndarray] = {}
+        for one in layouts.parsed(segment.layouts) if segment.tier != DISK else ():
+            place = layouts.places(one, root, segment.rows, offsets_cache=cache)
+            if place is not None:
+                found[one.name] = place
+        with self.mutex:
+            while len(self._places) >= PLACES_KEPT:
+                del self._places[next(iter(self._places))]
+            self._places[segment.uid] = found
         return found
 
     def carrier(self) -> ArrayCarrier:
@@ -375,9 +377,12 @@ class Backing:
         self.log.close()
 
     def in_child(self) -> None:
-        """After a fork, in the child: it has no pins, and blocks and files that wait are the parent's to free."""
-        self.mutex, self._idle, self.writing = threading.RLock(), threading.Lock(), threading.Lock()
+        """After a fork, in the child: it has no pins, and blocks and files that wait are the parent's to free. Private memory
+        is a copy, with all that belongs to it."""
+        self.mutex, self._idle = threading.RLock(), threading.Lock()
         self._depth = 0
+        if isinstance(self.presence, LocalPresence):
+            return
         self._dropped.clear()
         self._roots = weakref.WeakValueDictionary()
         self._unpinned.clear()

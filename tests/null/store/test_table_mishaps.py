@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -138,3 +139,56 @@ def test_many_groups_are_claimed_in_one_go() -> None:
     claim = rows.claim("update", 20_000, whole_groups=True)
     assert claim is not None and len(claim) == 20_000
     assert len(claim._pairs) == 1
+
+
+def test_what_consumers_are_done_with_is_saved() -> None:
+    rows = private()
+    rows.append(numbers(0, 6))
+    rows.claim("update", 2).done()  # type: ignore[union-attr]
+    held = rows.claim("update", 2)
+    rows.finish()
+    again = private()
+    again.restore(rows.state())
+    assert held is not None
+    claim = again.claim("update", 6)
+    assert claim is not None and claim.numbers.tolist() == [2, 3, 4, 5], "what was not done is given back"
+    with pytest.raises(StoreError, match="was finished"):
+        again.append(numbers(6, 7))
+
+
+def test_a_reward_is_filled_while_another_thread_waits_for_room() -> None:
+    rows = private(max_rows=4, on_full="wait", timeout_s=10)
+    first = rows.append(numbers(0, 4))
+    rows.add_column("reward", None, SAMPLE.f32)
+    sampler = threading.Thread(target=rows.append, args=[numbers(4, 6)], daemon=True)
+    sampler.start()
+    claim = rows.claim("update", 2, columns=["number"])
+    assert claim is not None
+    assert rows.fill("reward", first[:2], [1.0, 2.0]) == 2
+    claim.done()
+    sampler.join(10)
+    assert not sampler.is_alive()
+    assert rows.numbers.tolist() == [2, 3, 4, 5]
+
+
+def test_types_that_contradict_the_table_are_refused_for_dicts_too() -> None:
+    rows = private()
+    rows.append([{"score": 1.0}], {"score": SAMPLE.f32})
+    with pytest.raises(SchemaError, match=r"'score' of the table is SAMPLE\.f32"):
+        rows.append([{"score": "x"}], {"score": SAMPLE.str})
+
+
+def test_closing_a_copy_in_a_child_that_used_it_leaves_the_table() -> None:
+    with ExperienceTable() as rows:
+        rows.append(numbers(0, 8))
+        child = os.fork()
+        if child == 0:
+            try:
+                claim = rows.claim("update", 2)
+                rows.close()
+                os._exit(0 if claim is not None else 1)
+            except BaseException:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        claim = rows.claim("update", 8)
+        assert claim is not None and len(claim) == 8, "the child's claim was given back when it left"
