@@ -1,0 +1,1 @@
+"""How a flow will be computed. So far: what moves when weights change their layout (`flowrl.plan.reshard`)."""

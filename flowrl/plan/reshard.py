@@ -1,0 +1,278 @@
+"""What moves when the weights of a model change their layout, exactly.
+
+For every parameter p a device r receives what it needs and does not hold, each element once:
+
+    recv(r) = sum over p of element_bytes * (|need_r(p)| - |need_r(p) ∩ own_r(p)|)
+
+need and own are boxes (`flowrl.plan.boxes`). Engines that join q, k and v, or gate and up, hold the same bytes elsewhere in their
+storage, so that the boxes are those of the separate matrices. A tied head is listed once.
+
+[Note: Which ranks stand together]
+FSDP gives rank r of S the rows [r R / S, (r + 1) R / S). These rows lie in the tensor-parallel block of the same device when
+the tp index is r div (S / tp), and for few ranks when it is r mod tp. The first moves less, but its tp groups stand S / tp
+devices apart, and so across nodes as soon as the mesh spans nodes. `aligned` gives the same saving the other way round: the
+engine keeps its neighbouring tp ranks and the trainer's shards are dealt to the devices in the order that suits them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flowrl.errors import ConfigError
+from flowrl.mesh import Cluster
+from flowrl.plan.boxes import Box, Boxes, Holding, Tensor, intersect, subtract, volume, without
+
+BUCKET_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a tensor that one device sends to another.
+
+    Example:
+        Move("model.layers.0.self_attn.o_proj.weight", ((0, 1792), (1792, 3584)), source=0, target=1, num_bytes=6422528)
+    """
+
+    tensor: str
+    box: Box
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one device in a reshard."""
+
+    need_bytes: int = 0
+    """What it holds afterwards."""
+    kept_bytes: int = 0
+    """What it needs and holds already; copied on the device, not sent."""
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    received_across_bytes: int = 0
+    """Of what it receives, from other nodes."""
+    sent_across_bytes: int = 0
+    held_bytes: int = 0
+    """What it holds before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """All moves of one change of layout, and what they add to on each device."""
+
+    source: Holding
+    target: Holding
+    moves: tuple[Move, ...]
+    """In the order of the tensors."""
+    traffic: dict[int, Traffic]
+    """By device."""
+
+    @property
+    def received_bytes(self) -> int:
+        """The most that any device receives."""
+        return max(one.received_bytes for one in self.traffic.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """The most that any device sends."""
+        return max(one.sent_bytes for one in self.traffic.values())
+
+    @property
+    def need_bytes(self) -> int:
+        """The most that any device holds afterwards."""
+        return max(one.need_bytes for one in self.traffic.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """What all devices receive together."""
+        return sum(one.received_bytes for one in self.traffic.values())
+
+    @property
+    def across_bytes(self) -> int:
+        """What all devices receive from other nodes."""
+        return sum(one.received_across_bytes for one in self.traffic.values())
+
+    def received_by(self, device: int) -> tuple[Move, ...]:
+        return tuple(move for move in self.moves if move.target == device)
+
+    def sent_by(self, device: int) -> tuple[Move, ...]:
+        return tuple(move for move in self.moves if move.source == device)
+
+    def time_s(
+        self,
+        cluster: Cluster,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        host_bytes_per_element: int = 0,
+        element_bytes: int = 2,
+        is_copied: bool = False,
+    ) -> float:
+        """Predicted seconds: `max over r of wire(r) + buckets * alpha_s`, and what stands before and behind the wire.
+
+        `wire(r)` is the larger of received and sent bytes over the bandwidth, for the links inside a node and for the network
+        card, whichever takes longer. `host_bytes_per_element` > 0: the source shards lie in host memory, in numbers of that many
+        bytes, and are loaded first over PCIe. `is_copied`: what a device needs is then copied once more into the engine's
+        storage, `2 * need / B_hbm` with a read and a write.
+        """
+        inside, across = cluster.inside.bytes_s, cluster.across.bytes_s
+        wire = load = copy = 0.0
+        for one in self.traffic.values():
+            near = max(one.received_bytes - one.received_across_bytes, one.sent_bytes - one.sent_across_bytes)
+            far = max(one.received_across_bytes, one.sent_across_bytes)
+            wire = max(wire, near / inside, far / across)
+            load = max(load, one.held_bytes / element_bytes * host_bytes_per_element / cluster.host_link.bytes_s)
+            copy = max(copy, 2 * one.need_bytes / (cluster.device.hbm_bytes_s * cluster.efficiency.hbm))
+        buckets = math.ceil(self.received_bytes / bucket_bytes)
+        return wire + buckets * cluster.alpha_s + load + (copy if is_copied else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box that a device lacks, and the devices that hold all of it."""
+
+    target: int
+    box: Box
+    holders: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What a tensor's shape says, whatever its name: tensors alike share it."""
+
+    pieces: tuple[_Piece, ...]
+    need: dict[int, int]
+    kept: dict[int, int]
+    held: dict[int, int]
+
+
+def reshard(
+    tensors: Iterable[Tensor],
+    source: Holding,
+    target: Holding,
+    *,
+    element_bytes: int | Callable[[Tensor], int] = 2,
+    devices_per_node: int | None = None,
+) -> Reshard:
+    """The moves that bring every device of `target` what it needs, with the fewest bytes.
+
+    Of the devices that hold a piece the sender is: one on the same node if there is one, then the one that has sent the fewest
+    bytes so far, then the lowest number. `devices_per_node` None: all devices are on one node. The answer depends on its
+    arguments only.
+
+    Raises `ConfigError` when the source holds some element nowhere, or a layout does not fit a tensor.
+    """
+    per_node = devices_per_node or 1 + max(*source.devices, *target.devices)
+    seen: dict[tuple[object, ...], _Geometry] = {}
+    moves: list[Move] = []
+    sent: dict[int, int] = defaultdict(int)
+    sums: dict[str, dict[int, int]] = {
+        name: defaultdict(int) for name in ("need", "kept", "held", "received", "received_across", "sent_across")
+    }
+    for tensor in tensors:
+        layer = tensor.layer if max(source.layout.pp, target.layout.pp) > 1 else None
+        key = (tensor.shape, tensor.kind, tensor.split_axis, tensor.parts, layer)
+        if key not in seen:
+            seen[key] = _geometry(tensor, source, target)
+        found = seen[key]
+        size = element_bytes if isinstance(element_bytes, int) else element_bytes(tensor)
+        for name, counts in (("need", found.need), ("kept", found.kept), ("held", found.held)):
+            for device, elements in counts.items():
+                sums[name][device] += elements * size
+        for piece in found.pieces:
+            node = piece.target // per_node
+            sender = min(piece.holders, key=lambda device: (device // per_node != node, sent[device], device))
+            num_bytes = piece.elements * size
+            moves.append(Move(tensor.name, piece.box, sender, piece.target, num_bytes))
+            sent[sender] += num_bytes
+            sums["received"][piece.target] += num_bytes
+            if sender // per_node != node:
+                sums["received_across"][piece.target] += num_bytes
+                sums["sent_across"][sender] += num_bytes
+    sums["sent"] = sent
+    traffic = {
+        device: Traffic(**{f"{name}_bytes": counts[device] for name, counts in sums.items()})
+        for device in sorted({*source.devices, *target.devices})
+    }
+    return Reshard(source, target, tuple(moves), traffic)
+
+
+def _geometry(tensor: Tensor, source: Holding, target: Holding) -> _Geometry:
+    own: dict[int, Boxes] = {device: source.boxes(tensor, rank) for rank, device in enumerate(source.devices)}
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for device, boxes in own.items():
+        for box in boxes:
+            holders[box].append(device)
+    pieces: list[_Piece] = []
+    need_of: dict[int, int] = {}
+    kept_of: dict[int, int] = {}
+    for rank, device in enumerate(target.devices):
+        need = target.boxes(tensor, rank)
+        missing = without(need, own.get(device, ()))
+        need_of[device] = sum(volume(box) for box in need)
+        kept_of[device] = need_of[device] - sum(volume(box) for box in missing)
+        for box, devices in holders.items():
+            left: list[Box] = []
+            for wanted in missing:
+                shared = intersect(wanted, box)
+                if shared is None:
+                    left.append(wanted)
+                    continue
+                pieces.append(_Piece(device, shared, tuple(devices), volume(shared)))
+                left.extend(subtract(wanted, shared))
+            missing = left
+            if not missing:
+                break
+        if missing:
+            raise ConfigError(
+                f"no device of layout {source.layout} holds {missing[0]} of {tensor.name}, which device {device} needs; "
+                "both sides must list the same model"
+            )
+    held = {device: sum(volume(box) for box in boxes) for device, boxes in own.items()}
+    return _Geometry(tuple(pieces), need_of, kept_of, held)
+
+
+def aligned(source: Holding, target: Holding) -> Holding:
+    """The source with its ranks dealt to the target's devices so that shards lie inside the blocks they will be part of.
+
+    Both cover the same devices. Rank r of the source goes to the device with the coordinate that rank r has when the target
+    counts its tp axis slowest. The target is left as it is. See [Note: Which ranks stand together].
+    """
+    if set(source.devices) != set(target.devices):
+        raise ConfigError("only layouts on the same devices can be aligned; on different ones every byte moves anyway")
+    slowest = target.layout.ordered("div")
+    order = [target.devices[target.layout.rank(slowest.coordinate(rank))] for rank in range(slowest.size)]
+    return replace(source, devices=tuple(order))
+
+
+def best_order(
+    tensors: Sequence[Tensor],
+    source: Holding,
+    target: Holding,
+    *,
+    element_bytes: int | Callable[[Tensor], int] = 2,
+    devices_per_node: int | None = None,
+) -> Reshard:
+    """The reshard with the target's order of ranks ("mod" or "div") under which the busiest device receives least.
+
+    An order that takes a tp group across nodes is left out when the other one does not: every layer of every token would pay for
+    it. Ties go to the order with fewer bytes across nodes, then fewer in all, then to "mod", the order engines use.
+    """
+    per_node = devices_per_node or 1 + max(*source.devices, *target.devices)
+    candidates = [replace(target, layout=target.layout.ordered(order)) for order in ("mod", "div")]
+    inside = [one for one in candidates if not _crosses(one, per_node)]
+    found = [
+        reshard(tensors, source, one, element_bytes=element_bytes, devices_per_node=per_node)
+        for one in inside or candidates
+    ]
+    return min(found, key=lambda one: (one.received_bytes, one.across_bytes, one.total_bytes))
+
+
+def _crosses(holding: Holding, per_node: int) -> bool:
+    """Whether some tp group has devices of more than one node."""
+    groups = holding.layout.tp_groups()
+    return any(len({holding.devices[rank] // per_node for rank in group}) > 1 for group in groups)
