@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import flowrl as fr
 from benchmarks.common import median, table
 from benchmarks.loader import rows_of
 from flowrl.store.kernels import choose
@@ -101,10 +102,11 @@ def main() -> None:
         ("W2 padded", 2048, 64, "padded"), ("W2 packed", 2048, 64, "packed"), ("W1 padded", 4096, 0, "padded"),
         ("W1 packed", 4096, 0, "packed"),
     ):  # fmt: skip
-        batch = rows_of(count, width)
+        rows = fr.ExperienceTable()
+        rows.append(rows_of(count, width))
         options: dict[str, Any] = {"batch_rows": 32, "layout": layout, "shuffle": True, "pad_multiple": 64}
         for prefetch in (0, 2):
-            loader = Loader(batch, device="cuda", prefetch=prefetch, **options)
+            loader = rows.loader(device="cuda", prefetch=prefetch, **options)
             throughput(loader)
             copies = copy_times(loader)
             mean = sum(nbytes for nbytes, _ in copies) // len(copies)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lz4.block
 import numpy as np
 
 SEED = 20
@@ -316,6 +315,13 @@ def _log_softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------------------------------------------------ statistics
 
 
+def lz4_bytes(part: bytes) -> int:
+    """Of one LZ4 block."""
+    import lz4.block  # here, so that machines without it can make the rows
+
+    return len(lz4.block.compress(part, store_size=False))
+
+
 def lz4_ratio(workload: Workload, name: str, page: int) -> float:
     """Logical over compressed bytes, `page` rows at a time."""
     bounds = workload.offsets(name)
@@ -324,7 +330,7 @@ def lz4_ratio(workload: Workload, name: str, page: int) -> float:
     for first in range(0, rows, page):
         part = workload.values[name][bounds[first] : bounds[min(first + page, rows)]].tobytes()
         raw += len(part)
-        stored += len(lz4.block.compress(part, store_size=False))
+        stored += lz4_bytes(part)
     return raw / stored
 
 
@@ -346,5 +352,5 @@ def statistics(workload: Workload) -> dict[str, float]:
     for name in W2:
         found[f"LZ4 {name}"] = lz4_ratio(workload, name, 64 if name == LOGITS else 256)
     text = "".join(workload.texts).encode()
-    found["LZ4 text"] = len(text) / len(lz4.block.compress(text, store_size=False))
+    found["LZ4 text"] = len(text) / lz4_bytes(text)
     return found
