@@ -778,7 +778,7 @@ def interrupt_everywhere(name: str, stride: int) -> None:
 
 @pytest.mark.parametrize("name", ACTS)
 def test_an_interruption_at_some_lines(name: str) -> None:
-    interrupt_everywhere(name, 47)
+    interrupt_everywhere(name, 71)
 
 
 @pytest.mark.slow

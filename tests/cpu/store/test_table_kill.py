@@ -136,7 +136,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Exper
 
 
 def test_kills(case: tuple[ExperienceTable, str]) -> None:
-    kill_many(*case, kills=20)
+    kill_many(*case, kills=17)
 
 
 @pytest.mark.slow
