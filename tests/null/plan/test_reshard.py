@@ -115,6 +115,7 @@ TENSORS = (
     Tensor("qkv", (16, 2), "qkv", 0, 0, (8, 4, 4)),
     Tensor("o", (5, 8), "o", 1, 0),
     Tensor("up.bias", (8,), "up", 0, 1),
+    Tensor("up.bias of the first layer", (8,), "up", 0, 0),
     Tensor("experts", (3, 8, 2), "experts_gate_up", 1, 1, (4, 4)),
     Tensor("norm", (5,), "norm", None, 1),
     Tensor("head", (11, 3), "head", 0),
