@@ -302,7 +302,7 @@ def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeo
             backing.commit({"kind": "columns", "columns": [[name, str(kind), False, doc]]})
             return
         stored, kind = to_stored(name, values, kind, len(catalog.alive))
-        whole = RowBatch._of({name: stored}, {name: kind}, len(catalog.alive))
+        whole = RowBatch.of_stored({name: stored}, {name: kind}, len(catalog.alive))
         try:
             segments = _write_runs(backing, whole, _runs(catalog, catalog.alive.pairs()))
             records: list[Record] = [{"kind": "columns", "columns": [[name, str(kind), True, doc]]}]
@@ -332,7 +332,7 @@ def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: floa
                 "were ever appended, numbered from 0"
             )
         stored, kind = to_stored(name, values, column.type, len(rows))
-        batch = RowBatch._of({name: stored}, {name: kind}, len(rows))
+        batch = RowBatch.of_stored({name: stored}, {name: kind}, len(rows))
         order = np.argsort(rows, kind="stable")
         asked = RowSet.of(rows)
         there = RowSet(pair for a, b in asked for pair in catalog.alive.clip(a, b))
@@ -375,7 +375,7 @@ def _write_runs(backing: Backing, batch: RowBatch, runs: Pairs) -> list[Segment]
             piece = batch.slice(at, at + stop - start) if len(runs) > 1 else batch
             at += stop - start
             _check_axis(backing, name, piece, start, stop)
-            prepared = layouts.prepare(piece._columns, piece._types, len(piece))
+            prepared = layouts.prepare(piece.stored, piece.types, len(piece))
             segments.append(write(backing, prepared, start))
     except BaseException:
         backing.discard(blocks_of(segments))
@@ -582,7 +582,7 @@ def _restore_rows(
         sizes = np.diff([start, *edges, stop]).tolist() if groups else []
         for piece in cut(stop - start, 0, bounds.chunk_rows, sizes):
             part = batch.slice(at + piece.start, at + piece.stop)
-            prepared = layouts.prepare(part._columns, part._types, len(part))
+            prepared = layouts.prepare(part.stored, part.types, len(part))
             made.append(write(backing, prepared, start + piece.start))
             chunks.append(start + piece.start)
         at += stop - start

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowrl.errors import ConfigError, DataError, FlowError, StoreError, WaitTimeout
-from flowrl.schema.columns import nearest
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import Catalog, Record
 from flowrl.store.intervals import Pairs, RowSet, length
-from flowrl.store.laying import LAYOUTS, Layer
+from flowrl.store.laying import Layer
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
 from flowrl.store.staging import Carrier
@@ -121,7 +120,7 @@ class Claim:
         if not self.is_open:
             raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
         with self.backing.transaction() as catalog:
-            if not is_open(catalog, record):
+            if not still_claims(catalog, record):
                 self.end()
                 raise StoreError(_gone_text(self.node))
             self.backing.commit(record)
@@ -145,7 +144,7 @@ class Claim:
         return f"Claim({len(self)} rows of node '{self.node}', {state})"
 
 
-def is_open(catalog: Catalog, record: Record) -> bool:
+def still_claims(catalog: Catalog, record: Record) -> bool:
     """Whether the claim that a record is about has not ended."""
     node = catalog.nodes.get(record["node"])
     return node is not None and record["token"] in node.open
@@ -239,7 +238,7 @@ def _try(
         if whole_groups and not have and catalog.alive:
             _check_group_fits(backing, node, names, rows)
         before = [] if also is None else [also]
-        if before and not is_open(catalog, before[0]):
+        if before and not still_claims(catalog, before[0]):
             raise StoreError(_gone_text(node))
         if have < (1 if catalog.finished else at_least):
             if before:
@@ -300,11 +299,6 @@ def _waited_text(
         f"taken by the node, {claimed} claimed by its consumers; {', '.join(lacking) or 'no columns yet'}. "
         "Is the producer still running? finish() says that no more rows will come"
     )
-
-
-def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ConfigError(f"a layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}")
 
 
 class Stream(Iterator["Batch"]):
@@ -402,4 +396,4 @@ class Stream(Iterator["Batch"]):
             claim.drop(*([claim.part_done(self._told, self._used)] if self._used > self._told else []))
 
 
-__all__ = ["Claim", "Stream", "check_layout", "claim"]
+__all__ = ["Claim", "Stream", "claim"]

@@ -55,6 +55,15 @@ def new_folder() -> Path:
         raise StoreError(f"no folder for a table can be made in {above}: {error}. {REMEDY}") from error
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 REMEDY = "Make /dev/shm writable and larger (docker run --shm-size=...), or use memory='private'"
 
 

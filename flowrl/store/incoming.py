@@ -43,7 +43,7 @@ class Incoming:
             rows = self.dicts if stop - start == self.num_rows else self.dicts[start:stop]
             return prepare_rows(rows, self.types)
         rows_ = self.batch if stop - start == self.num_rows else self.batch.slice(start, stop)
-        return prepare(rows_._columns, rows_._types, len(rows_))
+        return prepare(rows_.stored, rows_.types, len(rows_))
 
 
 def incoming(
@@ -106,7 +106,7 @@ def _typed(
     rows: Any, types: Mapping[str, ColumnType] | None, schema: TableSchema | None, later: frozenset[str]
 ) -> RowBatch:
     if not isinstance(rows, RowBatch):
-        rows = _converted(rows, dict(types or {}), schema)
+        rows = as_batch(rows, dict(types or {}), schema)
     if schema is None:
         return rows
     for name in schema.names:
@@ -131,7 +131,11 @@ def _typed(
     return rows.select(schema.names).as_types({c.name: c.type for c in schema})
 
 
-def _converted(rows: Any, types: dict[str, ColumnType], schema: TableSchema | None) -> RowBatch:
+def as_batch(rows: Any, types: dict[str, ColumnType], schema: TableSchema | None) -> RowBatch:
+    """An Arrow table or dicts as a batch, typed as said, as the schema says, or as standard columns.
+
+    Errors: SchemaError for a column whose type nobody says; DataError for values that do not fit.
+    """
     columns = () if schema is None else tuple(schema)
     known = {**{c.name: c.type for c in STANDARD}, **{c.name: c.type for c in columns}, **types}
     if isinstance(rows, pa.Table | pa.RecordBatch):

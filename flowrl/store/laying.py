@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.errors import ConfigError, DataError
+from flowrl.schema.columns import nearest
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store.columns import Values, is_list_column
@@ -21,6 +22,12 @@ from flowrl.store.source import BatchRows, RowSource
 from flowrl.store.staging import ArrayCarrier, Carrier, Staged
 
 LAYOUTS = ("rows", "packed", "padded")
+
+
+def check_layout(layout: str) -> None:
+    """Errors: ConfigError for a layout that there is not."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"a layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}")
 
 
 def check_carried(

@@ -20,7 +20,7 @@ import numpy as np
 from flowrl.errors import ConfigError, SchemaError
 from flowrl.schema.columns import nearest
 from flowrl.store.batching import Bounds, Units
-from flowrl.store.laying import LAYOUTS, Layer, carrier_for, check_carried, packed, padded
+from flowrl.store.laying import LAYOUTS, Layer, carrier_for, check_carried, check_layout, packed, padded
 from flowrl.store.rows import RowBatch
 from flowrl.store.source import BatchRows, RowSource, as_source
 from flowrl.store.staging import TIMEOUT_S, Ahead, Carrier
@@ -90,10 +90,7 @@ class Loader:
         for name, value in (("prefetch", prefetch), ("num_workers", num_workers)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"loader needs {name} of 0 or more; found {value!r}")
-        if layout not in LAYOUTS:
-            raise ConfigError(
-                f"loader's layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}"
-            )
+        check_layout(layout)
         if batch_rows is None and max_tokens is None:
             batch_rows = DEFAULT_ROWS
         self.batch_rows, self.max_tokens = batch_rows, max_tokens

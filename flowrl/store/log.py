@@ -38,6 +38,7 @@ import numpy as np
 
 from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import futex
+from flowrl.store.folders import sync_folder
 from flowrl.store.transaction import Transaction
 
 Record = dict[str, Any]
@@ -252,7 +253,7 @@ class CommitLog:
         self._publish(generation << _SHIFT | (_START + len(frame)))
         if self._durable:  # the disk must know of the new file before it forgets the old one
             self._head.flush()
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
         for name in os.listdir(self._folder):
             if name.startswith("log.") and name != f"log.{generation}":
                 (self._folder / name).unlink(missing_ok=True)
@@ -644,15 +645,7 @@ def _write_whole(path: Path, content: bytes, aside: Path | None, *, at_least: in
         os.close(descriptor)
     if aside is not None:
         aside.replace(path)
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(path.parent)
 
 
 def _is_on_disk(folder: Path) -> bool:

@@ -108,11 +108,11 @@ class Mover:
         compression = {"auto": "zstd", None: "none"}.get(self._tiers.compression, self._tiers.compression)
         codecs = dict.fromkeys(batch.names, "none")
         if compression != "none":
-            codecs = self._choose_for_file(segment, batch._columns, str(compression))
+            codecs = self._choose_for_file(segment, batch.stored, str(compression))
         uid = self._backing.new_uid()
         path = folder / SEGMENTS / f"{segment.first:012d}-{uid:x}.arrow"
         path.parent.mkdir(parents=True, exist_ok=True)
-        stored, files = write_segment(path, batch._columns, batch._types, len(batch), codecs, first=segment.first)
+        stored, files = write_segment(path, batch.stored, batch.types, len(batch), codecs, first=segment.first)
         shares = self._shares(batch, codecs)
         total = sum(shares.values()) or 1.0
         sizes = {
@@ -133,9 +133,9 @@ class Mover:
 
     def _shares(self, batch: RowBatch, codecs: Mapping[str, str]) -> dict[str, float]:
         """About what each column takes of a file: as measured alone once, for the bytes it has here."""
-        unknown = {name: values for name, values in batch._columns.items() if name not in self._alone}
+        unknown = {name: values for name, values in batch.stored.items() if name not in self._alone}
         raw = {name: float(batch.select([name]).nbytes) for name in batch.names}
-        for name, size in bytes_alone(unknown, batch._types, len(batch), codecs).items():
+        for name, size in bytes_alone(unknown, batch.types, len(batch), codecs).items():
             self._alone[name] = size / max(raw[name], 1.0)
         return {name: raw[name] * self._alone[name] for name in batch.names}
 
@@ -146,7 +146,7 @@ class Mover:
             source = Source(segment, root, segment.names)  # type: ignore[arg-type]
             batch = View([Part(segment.first, segment.stop, (source,))], types, self._backing).batch(unknown)
             layouts = [one for one in parsed_layouts(segment) if one.name in unknown]
-            for name, codec in codecs_for(layouts, batch._columns, compression).items():
+            for name, codec in codecs_for(layouts, batch.stored, compression).items():
                 self._codecs[name, compression] = codec
         return {name: self._codecs[name, compression] for name in segment.names}
 

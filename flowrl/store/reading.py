@@ -213,13 +213,13 @@ class View:
                 continue
             segment = source.segment
             values, kinds = _values(source, wanted, self._folder)
-            whole = RowBatch._of(values, kinds, segment.rows)
+            whole = RowBatch.of_stored(values, kinds, segment.rows)
             if len(part) != segment.rows:
                 whole = whole.slice(part.start - segment.first, part.stop - segment.first)
-            found.update(whole._columns)
+            found.update(whole.stored)
             types.update(kinds)
         kinds = {name: types[name] for name in names}
-        batch = RowBatch._of(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
+        batch = RowBatch.of_stored(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
         # an inner length that only a name stood for when these rows came is known by now
         return batch.as_types({name: self._types[name] for name in names})
 

@@ -94,8 +94,8 @@ class RowBatch:
         return stored
 
     @classmethod
-    def _of(cls, columns: dict[str, Values], types: dict[str, ColumnType], num_rows: int) -> RowBatch:
-        """From columns that are known to be right."""
+    def of_stored(cls, columns: dict[str, Values], types: dict[str, ColumnType], num_rows: int) -> RowBatch:
+        """From columns that are in their stored form and known to be right: nothing is checked, or copied."""
         batch = cls.__new__(cls)
         batch._columns, batch._types, batch._num_rows = columns, types, num_rows
         return batch
@@ -128,6 +128,11 @@ class RowBatch:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._columns)
+
+    @property
+    def stored(self) -> Mapping[str, Values]:
+        """The columns in their stored form, by name; not to be changed."""
+        return self._columns
 
     @property
     def types(self) -> dict[str, ColumnType]:
@@ -185,7 +190,7 @@ class RowBatch:
 
     def with_columns(self, columns: Mapping[str, Any], types: Mapping[str, ColumnType]) -> RowBatch:
         """Several at once; TOKEN columns replaced together may change the rows' lengths."""
-        batch = RowBatch._of(dict(self._columns), dict(self._types), self._num_rows)
+        batch = RowBatch.of_stored(dict(self._columns), dict(self._types), self._num_rows)
         replaced = {name: batch._types.pop(name) for name in columns if name in batch._types}
         for name, values in columns.items():
             if name not in types:
@@ -199,7 +204,7 @@ class RowBatch:
     def select(self, names: Iterable[str]) -> RowBatch:
         """The named columns, in that order."""
         names = [names] if isinstance(names, str) else list(names)
-        return RowBatch._of({n: self[n] for n in names}, {n: self._types[n] for n in names}, self._num_rows)
+        return RowBatch.of_stored({n: self[n] for n in names}, {n: self._types[n] for n in names}, self._num_rows)
 
     def drop(self, names: Iterable[str]) -> RowBatch:
         gone = {names} if isinstance(names, str) else set(names)
@@ -219,7 +224,7 @@ class RowBatch:
             )
         for name in names.values():
             Column(name, TOKEN.f32)  # refuses names that are no identifiers
-        return RowBatch._of(
+        return RowBatch.of_stored(
             dict(zip(renamed, self._columns.values(), strict=True)),
             dict(zip(renamed, self._types.values(), strict=True)),
             self._num_rows,
@@ -251,7 +256,7 @@ class RowBatch:
                 taken[name] = Ragged(_sealed(pick.of(values.values)), pick.offsets)
             else:
                 taken[name] = _sealed(values[rows])
-        return RowBatch._of(taken, self._types, len(rows))
+        return RowBatch.of_stored(taken, self._types, len(rows))
 
     def slice(self, start: int, stop: int | None = None) -> RowBatch:
         """Rows `start` to `stop`, without copying. Numbers as in Python's slices."""
@@ -267,7 +272,7 @@ class RowBatch:
                 cut[name] = Ragged(values.values[first:last], offsets[id(values.offsets)])
             else:
                 cut[name] = values[start:stop]
-        return RowBatch._of(cut, self._types, stop - start)
+        return RowBatch.of_stored(cut, self._types, stop - start)
 
     def copy(self) -> RowBatch:
         """The same rows in memory of their own, free of the larger batch they may be a slice of."""
@@ -277,7 +282,7 @@ class RowBatch:
                 copied[name] = Ragged(_sealed(values.values.copy()), values.offsets)
             else:
                 copied[name] = _sealed(values.copy())
-        return RowBatch._of(copied, self._types, self._num_rows)
+        return RowBatch.of_stored(copied, self._types, self._num_rows)
 
     def filter(self, mask: Any) -> RowBatch:
         """The rows where `mask` [N] is true."""
@@ -322,7 +327,7 @@ class RowBatch:
                 joined[name] = Ragged(values, offsets[shared])
             else:
                 joined[name] = values
-        return RowBatch._of(joined, types, sum(len(batch) for batch in batches))
+        return RowBatch.of_stored(joined, types, sum(len(batch) for batch in batches))
 
     def as_types(self, types: Mapping[str, ColumnType]) -> RowBatch:
         """The rows with the named columns converted; nothing is lost, and what would be is refused (SchemaError)."""

@@ -32,6 +32,7 @@ from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store.codecs import CODECS, FILTERED, decode_buffer, encode_buffer
 from flowrl.store.columns import NUMPY_DTYPES, Values, from_arrow, is_list_column, readonly, to_arrow
+from flowrl.store.folders import sync_folder
 
 FORMAT = 1
 """Of the files; grows when an older version could not read them."""
@@ -87,7 +88,7 @@ def write_segment(
         for aside, final in written:
             os.replace(aside, final)
             done.append(final)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         return sum(file.stat().st_size for file in done), done
     except OSError as error:
         _remove([*(aside for aside, _ in written), *done])
@@ -217,14 +218,6 @@ def _write_stream(file: BinaryIO | pa.NativeFile, batch: pa.RecordBatch, compres
 
 
 _IPC_CODECS: dict[str, tuple[Any, ...]] = {"lz4": ("lz4",), "zstd": ("zstd", 1)}
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _remove(files: Iterable[Path]) -> None:

@@ -26,19 +26,20 @@ import numpy as np
 import pyarrow as pa
 
 from flowrl.errors import ConfigError, DataError, SchemaError, StoreError
-from flowrl.schema.columns import Column, TableSchema, nearest
+from flowrl.schema.columns import Column, TableSchema
 from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import changes, claims, opening, stats
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import HOT, PACKED, Catalog, Record, Segment
 from flowrl.store.incoming import check_groups, incoming
 from flowrl.store.intervals import RowSet
-from flowrl.store.laying import carrier_for, check_carried
+from flowrl.store.laying import carrier_for, check_carried, check_layout
 from flowrl.store.loader import Loader
 from flowrl.store.mover import Mover, Tiers
 from flowrl.store.presence import Presence
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
+from flowrl.store.settings import check_settings
 
 if TYPE_CHECKING:
     from flowrl.store.claims import Claim, Stream
@@ -49,14 +50,6 @@ CHUNK_ROWS = 256
 
 HOT_BYTES = 1 << 30
 """What stays plain in memory of a table with compression, unless it says otherwise."""
-
-COMPRESSIONS = ("lz4", "zstd", "auto")
-CHOICES = {
-    "compression": (None, *COMPRESSIONS),
-    "memory": ("shared", "private"),
-    "eviction": ("fifo", "lru"),
-    "on_full": ("evict", "wait", "raise"),
-}
 
 
 class ExperienceTable:
@@ -116,7 +109,7 @@ class ExperienceTable:
             "compression": compression, "hot_bytes": hot_bytes, "memory_bytes": memory_bytes, "memory": memory,
             "eviction": eviction, "on_full": on_full, "timeout_s": timeout_s,
         }  # fmt: skip
-        _check_settings(settings, path)
+        check_settings(settings, path)
         if compression is not None and hot_bytes is None:
             settings["hot_bytes"] = HOT_BYTES
         folder = None if path is None else Path(path)
@@ -509,7 +502,7 @@ class ExperienceTable:
         Errors: WaitTimeout naming what is missing; DataError for a group that does not fit.
         """
         self._check_writable()
-        claims.check_layout(layout)
+        check_layout(layout)
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
             raise ConfigError(f"stream needs ahead of at least 1; found {ahead!r}")
         wait_s = self.timeout_s if timeout_s is None else timeout_s
@@ -583,34 +576,6 @@ class ExperienceTable:
                 "a table with memory='private' stays in its process; make it with memory='shared' to hand it to another"
             )
         return (ExperienceTable.open, (self._name,))
-
-
-def _check_settings(settings: Mapping[str, Any], path: str | Path | None) -> None:
-    for name in ("max_rows", "max_bytes", "chunk_rows", "hot_bytes", "memory_bytes"):
-        value = settings[name]
-        least = 0 if name == "hot_bytes" else 1
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"ExperienceTable needs {name} of at least {least}; found {value!r}")
-    if settings["chunk_rows"] is None:
-        raise ConfigError("ExperienceTable needs chunk_rows of at least 1; found None")
-    for name, choices in CHOICES.items():
-        if settings[name] not in choices:
-            shown = ", ".join(repr(choice) for choice in choices)
-            raise ConfigError(
-                f"ExperienceTable's {name} is one of {shown}; found {settings[name]!r}; "
-                f"{nearest(str(settings[name]), [str(c) for c in choices if c])}"
-            )
-    timeout_s = settings["timeout_s"]
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"ExperienceTable needs timeout_s above 0, and an end to every wait; found {timeout_s!r}")
-    if settings["memory_bytes"] is not None and path is None:
-        raise ConfigError("memory_bytes says when rows are written to files, which needs path='a new folder'")
-    if settings["hot_bytes"] is not None and settings["compression"] is None:
-        raise ConfigError("hot_bytes says when rows are compressed, which needs compression='lz4', 'zstd' or 'auto'")
-    if path is not None and settings["memory"] == "private":
-        raise ConfigError(
-            "a table with a path is open to other processes, so its memory is 'shared'; leave one of them out"
-        )
 
 
 def _open_and_close(path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_packed_batch_of_rows_beyond_int32_is_refused() -> None:
     values = np.broadcast_to(np.uint8(1), ((1 << 31) + 5,))  # takes no memory
     column = Ragged(values, np.array([0, 1 << 31, (1 << 31) + 5]))
     with pytest.raises(DataError, match=r"int32 bounds end at 2\^31"):
-        laying.packed(RowBatch._of({"response_ids": column}, {"response_ids": TOKEN.u8}, 2))
+        laying.packed(RowBatch.of_stored({"response_ids": column}, {"response_ids": TOKEN.u8}, 2))
 
 
 def test_a_commit_too_large_for_the_log_is_refused() -> None:

@@ -1,0 +1,46 @@
+"""What a table may be told when it is made, and what of it does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
+
+COMPRESSIONS = ("lz4", "zstd", "auto")
+CHOICES = {
+    "compression": (None, *COMPRESSIONS),
+    "memory": ("shared", "private"),
+    "eviction": ("fifo", "lru"),
+    "on_full": ("evict", "wait", "raise"),
+}
+
+
+def check_settings(settings: Mapping[str, Any], path: str | Path | None) -> None:
+    for name in ("max_rows", "max_bytes", "chunk_rows", "hot_bytes", "memory_bytes"):
+        value = settings[name]
+        least = 0 if name == "hot_bytes" else 1
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(f"ExperienceTable needs {name} of at least {least}; found {value!r}")
+    if settings["chunk_rows"] is None:
+        raise ConfigError("ExperienceTable needs chunk_rows of at least 1; found None")
+    for name, choices in CHOICES.items():
+        if settings[name] not in choices:
+            shown = ", ".join(repr(choice) for choice in choices)
+            raise ConfigError(
+                f"ExperienceTable's {name} is one of {shown}; found {settings[name]!r}; "
+                f"{nearest(str(settings[name]), [str(c) for c in choices if c])}"
+            )
+    timeout_s = settings["timeout_s"]
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"ExperienceTable needs timeout_s above 0, and an end to every wait; found {timeout_s!r}")
+    if settings["memory_bytes"] is not None and path is None:
+        raise ConfigError("memory_bytes says when rows are written to files, which needs path='a new folder'")
+    if settings["hot_bytes"] is not None and settings["compression"] is None:
+        raise ConfigError("hot_bytes says when rows are compressed, which needs compression='lz4', 'zstd' or 'auto'")
+    if path is not None and settings["memory"] == "private":
+        raise ConfigError(
+            "a table with a path is open to other processes, so its memory is 'shared'; leave one of them out"
+        )
