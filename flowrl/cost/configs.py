@@ -187,13 +187,17 @@ def _alternating(config: _Config, every: int) -> Fields:
     return {"window": config.need("sliding_window"), "windowed_layers": windowed}
 
 
+def _gemma(config: _Config) -> Fields:
+    return _attention_bias(config) | {"is_norm_fp32": True}
+
+
 def _gemma2(config: _Config) -> Fields:
-    return _attention_bias(config) | {"norms": FOUR_NORMS} | _alternating(config, 2)
+    return _gemma(config) | {"norms": FOUR_NORMS} | _alternating(config, 2)
 
 
 def _gemma3(config: _Config) -> Fields:
     every = config.need("sliding_window_pattern")
-    return _attention_bias(config) | {"norms": FOUR_NORMS, "qk_norm": "head"} | _alternating(config, every)
+    return _gemma(config) | {"norms": FOUR_NORMS, "qk_norm": "head"} | _alternating(config, every)
 
 
 def _phi3(config: _Config) -> Fields:
@@ -202,7 +206,7 @@ def _phi3(config: _Config) -> Fields:
 
 def _olmo2(config: _Config) -> Fields:
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-    return _attention_bias(config) | {"qk_norm": "full", "norms": norms}
+    return _attention_bias(config) | {"qk_norm": "full", "norms": norms, "is_norm_fp32": True}
 
 
 def _starcoder2(config: _Config) -> Fields:
@@ -283,7 +287,7 @@ FAMILIES: Mapping[str, Callable[[_Config], Fields]] = {
     "smollm3": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
-    "gemma": _attention_bias,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _phi3,

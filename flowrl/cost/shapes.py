@@ -168,6 +168,8 @@ class ModelShape:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer, in Transformers' names."""
     norm_bias: bool = False
+    is_norm_fp32: bool = False
+    """Norms multiply by their weights in fp32, and keep the factor (Gemma, OLMo 2)."""
     style: str = "llama"
     """How matrices are named and joined: one of `STYLES`."""
     positions: int = 0
