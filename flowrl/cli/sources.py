@@ -14,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
 from flowrl.errors import ConfigError, StoreError
 from flowrl.schema.columns import nearest
 from flowrl.store import interop
+
+if TYPE_CHECKING:
+    from flowrl.store.table import ExperienceTable
 
 SUFFIXES = (".arrow", ".parquet")
 
@@ -207,7 +210,7 @@ def type_of(of: pa.Field) -> str:
 class OpenTable:
     """An experience table, opened for reading."""
 
-    def __init__(self, table: Any, name: str) -> None:
+    def __init__(self, table: ExperienceTable, name: str) -> None:
         self._table, self.name = table, name
 
     @property
@@ -223,8 +226,7 @@ class OpenTable:
         tiers = {tier: size for tier, size in found.tiers.items() if size}
         columns = {
             name: ColumnFacts(
-                column.type, column.raw_bytes, column.stored_bytes, sorted(column.codecs),
-                sorted(getattr(column, "tiers", None) or (tiers if len(tiers) == 1 else ())),
+                column.type, column.raw_bytes, column.stored_bytes, sorted(column.codecs), list(column.tiers),
                 column.rows if column.rows < found.rows else None,
             )
             for name, column in found.columns.items()

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from flowrl.cli import OK, PROBLEMS
 from flowrl.cli.commands import table as aligned
-from flowrl.cli.sources import Facts, Source, names_at, open_one
-from flowrl.errors import ConfigError, StoreError
+from flowrl.cli.sources import ColumnFacts, Facts, Source, names_at, open_one
+from flowrl.errors import ConfigError, FlowError
 from flowrl.schema.columns import nearest
 from flowrl.trace import to_json
 
@@ -25,18 +25,23 @@ WIDTH = 120
 CELL = 32
 """Of them for a value, where values of a row stand side by side."""
 
+TITLES = ("column", "type", "raw", "stored", "ratio", "codec", "tier", "rows")
+"""Of what `stats` prints of a column; those where no column has anything are left out."""
+
 OUTPUTS = (".parquet", ".arrow", ".jsonl", ".csv")
 
 
 def list_tables(target: str | None, *, as_json: bool) -> int:
-    """A line for each table. One that cannot be read is named with the reason on stderr."""
+    """A line for each table. Of several, one that cannot be read or has gone is named with the reason on stderr."""
     found: list[Facts] = []
     failed: list[str] = []
     for name in names_at(target):
         try:
             with closing(open_one(name)) as source:
                 found.append(source.facts())
-        except StoreError as error:
+        except FlowError as error:
+            if name == target:
+                raise
             failed.append(f"{name}: {error}")
     if as_json:
         told = [
@@ -82,26 +87,24 @@ def stats(target: str, *, as_json: bool) -> int:
     print(f"{found.table}: {found.rows} rows{f' ({counts})' if counts else ''}")
     tiers = ", ".join(f"{tier} {size(number)}" for tier, number in found.tiers.items())
     print(f"{size(found.raw_bytes)} of values, {size(found.stored_bytes)} stored{f' ({tiers})' if tiers else ''}\n")
-    lines = [["column", "type", "raw", "stored", "ratio", "codec", "tier", "rows"]]
-    for name, column in found.columns.items():
-        stored = "" if column.stored_bytes is None else size(column.stored_bytes)
-        ratio = f"{column.raw_bytes / column.stored_bytes:.2f}" if column.stored_bytes else ""
-        partly = "" if column.rows is None else str(column.rows)
-        lines.append(
-            [
-                name,
-                column.type,
-                size(column.raw_bytes),
-                stored,
-                ratio,
-                "+".join(column.codecs),
-                "+".join(column.tiers),
-                partly,
-            ]
-        )
-    used = [place for place in range(8) if place < 4 or any(line[place] for line in lines[1:])]
-    print(aligned([[line[place] for place in used] for line in lines]))
+    lines = [_cells(name, column) for name, column in found.columns.items()]
+    shown = [title for title in TITLES if not lines or any(line[title] for line in lines)]
+    print(aligned([shown, *([line[title] for title in shown] for line in lines)]))
     return OK
+
+
+def _cells(name: str, column: ColumnFacts) -> dict[str, str]:
+    """A line of `stats`, by title."""
+    return {
+        "column": name,
+        "type": column.type,
+        "raw": size(column.raw_bytes),
+        "stored": "" if column.stored_bytes is None else size(column.stored_bytes),
+        "ratio": f"{column.raw_bytes / column.stored_bytes:.2f}" if column.stored_bytes else "",
+        "codec": "+".join(column.codecs),
+        "tier": "+".join(column.tiers),
+        "rows": "" if column.rows is None else str(column.rows),
+    }
 
 
 def _as_json(found: Facts) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,9 @@ from flowrl.schema.types import ColumnType
 from flowrl.store import wire
 from flowrl.store.remote import RemoteClaim, RemoteTable
 from flowrl.store.rows import RowBatch
+
+if TYPE_CHECKING:
+    from flowrl.store.stats import TableStats
 
 __all__ = ["RemoteClaim", "RemoteTable", "TableServer", "serve_table"]
 
@@ -61,11 +64,22 @@ _LOOK_S = 0.5
 """Of a wait inside the server, between looks at whether the client and the server are still there."""
 
 _REMEMBERED = 1000
-"""Ended claims of a client: ending one twice is no error, since the first answer may have been lost."""
+"""Claims and answers of a client that are over, the last ones: ending one twice is no error, since the first answer may have been
+lost; and one that was given up while it was made is not kept."""
 
 
 _SERVING: set[TableServer] = set()
 """Servers that are not closed: one nobody holds goes on, and the end of the process closes it."""
+
+
+class ServedClaim(Protocol):
+    """What a server asks of a claim."""
+
+    @property
+    def numbers(self) -> np.ndarray: ...
+    def batch(self) -> RowBatch: ...
+    def done(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class Served(Protocol):
@@ -74,10 +88,23 @@ class Served(Protocol):
     def __len__(self) -> int: ...
     @property
     def schema(self) -> TableSchema: ...
+    @property
+    def appended(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    def stats(self) -> TableStats: ...
     def append(self, rows: RowBatch) -> range: ...
     def add_column(self, name: str, values: Any, kind: ColumnType) -> None: ...
+    def fill(self, name: str, numbers: Any, values: Any) -> int: ...
+    def finish(self) -> None: ...
     def take(self, indices: Any, columns: Sequence[str] | None = None) -> RowBatch: ...
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[RowBatch]: ...
+    def claim(
+        self, node: str, rows: int, columns: Sequence[str] | None = None, *, at_least: int = 1, whole_groups: bool = False,
+        wait_s: float = 0.0,
+    ) -> ServedClaim | None: ...  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -88,10 +115,11 @@ class _Client:
     """When its lease ends, on the monotonic clock."""
     calls: int = 0
     """At work now; the lease does not end meanwhile."""
-    claims: dict[str, Any] = field(default_factory=dict)
-    unwanted: set[str] = field(default_factory=set)
-    """Claims that were given up before they were made."""
-    ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    claims: dict[str, ServedClaim] = field(default_factory=dict)
+    ending: set[str] = field(default_factory=set)
+    """Of the claims those that a call is ending now."""
+    over: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Claims that were ended, and claims and answers that were given up, perhaps before they were made."""
     pages: dict[str, Iterator[list[RowBatch]]] = field(default_factory=dict)
     """Answers of which some pages were not asked for yet."""
     left: bool = False
@@ -123,35 +151,61 @@ class _Clients:
                 client.calls -= 1
                 client.until = time.monotonic() + self.lease_s
 
-    def keep(self, client: _Client, token: str, claim: Any) -> bool:
+    def keep(self, client: _Client, token: str, claim: ServedClaim) -> bool:
         """Whether the client still wants this claim."""
         with self._changed:
-            if client.left or self._closed or token in client.unwanted:
-                client.unwanted.discard(token)
+            if client.left or self._closed or token in client.over:
                 return False
             client.claims[token] = claim
             return True
 
+    def keep_pages(self, client: _Client, answer: str, pages: Iterator[list[RowBatch]]) -> None:
+        """Hold the rest of an answer, if the client still wants it."""
+        with self._changed:
+            if not client.left and not self._closed and answer not in client.over:
+                client.pages[answer] = pages
+
+    def forget_pages(self, client: _Client, answer: str) -> None:
+        with self._changed:
+            client.pages.pop(answer, None)
+            self._is_over(client, answer)  # a call that makes the next page may be at work
+
+    def give_up(self, client: _Client, token: str) -> None:
+        """The claim will not be made."""
+        with self._changed:
+            self._is_over(client, token)
+
+    def _is_over(self, client: _Client, token: str) -> None:
+        client.over[token] = None
+        while len(client.over) > _REMEMBERED:
+            client.over.popitem(last=False)
+
     def end(self, client: _Client, token: str, how: str) -> None:
         """`done` or `release`. Errors: StoreError when the lease has run out meanwhile."""
         with self._changed:
+            while token in client.ending:  # a client that gave up waiting for the answer calls again
+                self._changed.wait(_LOOK_S)
             claim = client.claims.get(token)
             if claim is None:
-                if token in client.ended:
+                if token in client.over:
                     return
                 if how == "release":
-                    client.unwanted.add(token)
+                    self._is_over(client, token)
                     return
                 raise StoreError(
                     f"the claim is gone: the server heard nothing of this client for {self.lease_s:g} s and gave its rows back; "
                     "claim rows again, or serve the table with a longer lease_s"
                 )
-        claim.done() if how == "done" else claim.release()
-        with self._changed:
-            client.claims.pop(token, None)
-            client.ended[token] = None
-            while len(client.ended) > _REMEMBERED:
-                client.ended.popitem(last=False)
+            client.ending.add(token)
+        try:
+            claim.done() if how == "done" else claim.release()
+            with self._changed:
+                client.claims.pop(token, None)
+                self._is_over(client, token)
+        finally:
+            with self._changed:
+                client.ending.discard(token)
+                self._changed.notify_all()
 
     def leave(self, name: str) -> None:
         with self._changed:
@@ -332,7 +386,7 @@ class _ClosingError(Exception):
 class _Calls:
     """What each call does, free of Flight."""
 
-    def __init__(self, table: Any, clients: _Clients, closing: threading.Event) -> None:
+    def __init__(self, table: Served, clients: _Clients, closing: threading.Event) -> None:
         self.table, self.clients, self.closing = table, clients, closing
 
     # JSON to JSON
@@ -343,9 +397,11 @@ class _Calls:
             "columns": [[c.name, str(c.type), c.doc] for c in table.schema],
             "rows": len(table),
             "lease_s": self.clients.lease_s,
-            **{name: int(getattr(table, name, 0)) for name in ("appended", "evicted", "version")},
+            "appended": table.appended,
+            "evicted": table.evicted,
+            "version": table.version,
         }
-        if later and hasattr(table, "stats"):
+        if later:
             told["later"] = [name for name, column in table.stats().columns.items() if not column.required]
         return told
 
@@ -373,29 +429,33 @@ class _Calls:
         for token in unwanted:
             with suppress(FlowError):
                 self.clients.end(client, token, "release")
-        for name in unread:
-            client.pages.pop(name, None)
+        for answer in unread:
+            self.clients.forget_pages(client, answer)
         return {}
 
     # JSON to rows
 
-    def take(self, client: _Client, is_wanted: Callable[[], bool], *, indices: Any, columns: Any) -> _Answer:
+    def take(self, client: _Client, asked: _Asked, *, indices: Any, columns: Any) -> _Answer:
         rows = self.table.take(np.asarray(indices, np.int64), columns)
         return _Answer({}, iter([rows]), rows.types)
 
-    def scan(self, client: _Client, is_wanted: Callable[[], bool], *, columns: Any) -> _Answer:
+    def scan(self, client: _Client, asked: _Asked, *, columns: Any) -> _Answer:
         schema = self.table.schema
         batches = self.table.scan(columns)
         return _Answer({}, batches, {c.name: c.type for c in (schema if columns is None else schema.select(columns))})
 
     def claim(
-        self, client: _Client, is_wanted: Callable[[], bool], *, claim: str, node: str, rows: int, columns: Any,
-        wait_s: float, options: Mapping[str, Any],
+        self, client: _Client, asked: _Asked, *, claim: str, node: str, rows: int, columns: Any, wait_s: float,
+        options: Mapping[str, Any],
     ) -> _Answer:  # fmt: skip
-        made = self._waited_for(is_wanted, wait_s, node, rows, columns, options)
+        try:
+            made = self._waited_for(asked, wait_s, node, rows, columns, options)
+        except Exception:
+            self.clients.give_up(client, claim)
+            raise
         if made is None:
             return _Answer({"numbers": None}, iter(()), {})
-        if not is_wanted() or not self.clients.keep(client, claim, made):
+        if not asked.is_wanted() or not self.clients.keep(client, claim, made):
             made.release()
             raise StoreError("the claim was given up while it was made")
         try:
@@ -406,14 +466,8 @@ class _Calls:
             raise
 
     def _waited_for(
-        self,
-        is_wanted: Callable[[], bool],
-        wait_s: float,
-        node: str,
-        rows: int,
-        columns: Any,
-        options: Mapping[str, Any],
-    ) -> Any:
+        self, asked: _Asked, wait_s: float, node: str, rows: int, columns: Any, options: Mapping[str, Any]
+    ) -> ServedClaim | None:
         """A claim, waited for in short turns, so that nothing is claimed for a client that is gone."""
         until = time.monotonic() + wait_s
         while True:
@@ -426,11 +480,11 @@ class _Calls:
                     raise WaitTimeout(str(error).replace(f"waited {turn_s:g} s", f"waited {wait_s:g} s")) from error
             if self.closing.is_set():
                 raise _ClosingError
-            if not is_wanted():
+            if not asked.is_wanted():
                 raise StoreError("the client is gone")
 
-    def more(self, client: _Client, is_wanted: Callable[[], bool], *, pages: str) -> _Answer:
-        found = client.pages.pop(pages, None)
+    def more(self, client: _Client, asked: _Asked) -> _Answer:
+        found = client.pages.pop(asked.answer, None)
         if found is None:
             raise StoreError(
                 f"the rest of an answer is gone: the server heard nothing of this client for {self.clients.lease_s:g} s; "
@@ -452,6 +506,16 @@ class _Calls:
     def fill(self, client: _Client, rows: RowBatch, *, numbers: Any) -> dict[str, Any]:
         (name,) = rows.names
         return {"filled": self.table.fill(name, np.asarray(numbers if numbers else np.zeros(0, np.int64)), rows[name])}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call for rows."""
+
+    answer: str
+    """The client's name for the answer: it asks for the next page, and gives up the rest, by this."""
+    is_wanted: Callable[[], bool]
+    """Whether the client is still there."""
 
 
 @dataclass(slots=True)
@@ -488,7 +552,13 @@ def _service() -> Any:
 
     class Service(flight.FlightServerBase):
         def __init__(
-            self, location: str, certificates: list[Any], table: Any, token: str, clients: _Clients, request_bytes: int
+            self,
+            location: str,
+            certificates: list[Any],
+            table: Served,
+            token: str,
+            clients: _Clients,
+            request_bytes: int,
         ) -> None:
             self.closing = threading.Event()
             self._clients, self._request_bytes = clients, request_bytes
@@ -524,14 +594,15 @@ def _service() -> Any:
 
         def do_get(self, context: Any, ticket: Any) -> Any:
             with self._call(context, ticket.ticket) as (name, arguments, client):
-                answer = _known(self._calls, name, _READS)(client, lambda: not context.is_cancelled(), **arguments)
+                asked = _Asked(arguments.pop("answer"), lambda: not context.is_cancelled())
+                answer = _known(self._calls, name, _READS)(client, asked, **arguments)
                 rest = answer.pages or wire.pages(answer.batches, answer.types)
                 page = next(rest)
                 reply = dict(answer.reply)
                 following = next(rest, None)
                 if following is not None:
-                    reply["pages"] = secrets.token_hex(8)
-                    client.pages[reply["pages"]] = _again(following, rest)
+                    reply["more"] = True
+                    self._clients.keep_pages(client, asked.answer, _again(following, rest))
                 empty = RowBatch({name: [] for name in answer.types}, answer.types, 0)
                 return flight.RecordBatchStream(wire.to_message(page or [empty], reply))
 

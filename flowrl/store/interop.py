@@ -24,6 +24,7 @@ import pyarrow as pa
 from flowrl.errors import ConfigError, DataError, FlowError, MissingExtra, SchemaError, StoreError
 from flowrl.schema.columns import TableSchema, nearest
 from flowrl.schema.types import ColumnType
+from flowrl.store.folders import sync_folder
 from flowrl.store.rows import RowBatch
 
 if TYPE_CHECKING:
@@ -151,16 +152,18 @@ def write_parquet(
 def _grouped(batches: pa.RecordBatchReader, rows: int | None) -> Iterator[pa.Table]:
     """The same rows in pieces of `rows` rows, or of about GROUP_BYTES."""
     held: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
     for batch in batches:
         held.append(batch)
-        while rows is not None and sum(map(len, held)) >= rows:
+        num_rows, num_bytes = num_rows + len(batch), num_bytes + batch.nbytes
+        while rows is not None and num_rows >= rows:
             together = pa.Table.from_batches(held)
             yield together.slice(0, rows)
-            held = together.slice(rows).to_batches()
-        if rows is None and sum(part.nbytes for part in held) >= GROUP_BYTES:
+            held, num_rows = together.slice(rows).to_batches(), num_rows - rows
+        if rows is None and num_bytes >= GROUP_BYTES:
             yield pa.Table.from_batches(held)
-            held = []
-    if any(map(len, held)):
+            held, num_rows, num_bytes = [], 0, 0
+    if num_rows:
         yield pa.Table.from_batches(held)
 
 
@@ -207,7 +210,7 @@ def written_aside(path: str | Path) -> Iterator[Path]:
         with open(aside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(aside, path)
-        _flush_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
@@ -216,14 +219,6 @@ def written_aside(path: str | Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ----------------------------------------------------------------------------------------------------------------- SQL

@@ -26,16 +26,17 @@ import numpy as np
 import pyarrow as pa
 
 from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
-from flowrl.schema.columns import Column, TableSchema, nearest
+from flowrl.schema.columns import Column, TableSchema
 from flowrl.schema.types import ColumnType
 from flowrl.store import wire
 from flowrl.store.columns import to_stored
 from flowrl.store.interop import to_arrow
-from flowrl.store.loader import LAYOUTS, packed, padded
+from flowrl.store.laying import check_layout, packed, padded
 from flowrl.store.rows import RowBatch
 
 if TYPE_CHECKING:
     from flowrl.store.loader import Batch
+    from flowrl.store.stats import TableStats
 
 TIMEOUT_S = 60.0
 """For one call, unless the table says otherwise."""
@@ -133,8 +134,8 @@ class RemoteTable:
         """All values of a column: an array [N, *inner] or a `Ragged`."""
         return self.batch([name])[name]
 
-    def stats(self) -> Any:
-        """`TableStats` of the served table."""
+    def stats(self) -> TableStats:
+        """Rows, bytes, codecs and tiers of the served table."""
         from flowrl.store.stats import ColumnStats, TableStats
 
         told = self._ask("stats")
@@ -156,12 +157,12 @@ class RemoteTable:
 
         Errors: those of the table; WaitTimeout, after which the rows may have come or not: `appended` says.
         """
-        from flowrl.store.incoming import _converted
+        from flowrl.store.incoming import as_batch
 
         if not isinstance(rows, RowBatch):
             known = self._known_types(rows)
             columns = tuple(Column(name, kind) for name, kind in known.items() if name not in self._later)
-            rows = _converted(rows, dict(types or {}), TableSchema(columns) if known else None)
+            rows = as_batch(rows, dict(types or {}), TableSchema(columns) if known else None)
         answer = self._send("append", rows)
         return range(answer["first"], answer["stop"])
 
@@ -254,10 +255,7 @@ class RemoteTable:
         **options: Any,
     ) -> Iterator[Batch]:
         """Batches of rows as they come, until the table is finished and used up; see `ExperienceTable.stream`."""
-        if layout not in LAYOUTS:
-            raise ConfigError(
-                f"a layout is one of {', '.join(LAYOUTS)}; found {layout!r}; {nearest(str(layout), LAYOUTS)}"
-            )
+        check_layout(layout)
         return self._streamed(node, batch_rows, columns, layout, pad_multiple, timeout_s, options)
 
     def _streamed(
@@ -324,30 +322,24 @@ class RemoteTable:
 
     def _get(self, call: str, /, extra_s: float = 0.0, **arguments: Any) -> tuple[dict[str, Any], Iterator[RowBatch]]:
         """The answer, and its rows; the rest of them is asked for as they are taken."""
-        with self._call(call, self.timeout_s + extra_s) as options:
-            ticket = self._flight.Ticket(json.dumps({"call": call, **arguments}).encode())
-            page, reply = wire.from_message(self._client.do_get(ticket, options).read_all())
-        following = reply.pop("pages", None)
-        if following is None:
+        answer = secrets.token_hex(8)
+        try:
+            page, reply = self._page(call, answer, extra_s, **arguments)
+        except BaseException:
+            self._hold()
+            self._forget_answer(answer)  # the server may hold the rest of it for us
+            raise
+        if not reply.pop("more", False):
             return reply, iter(page)
         self._hold()
-        return reply, self._paged(page, following)
+        return reply, _Parts(self, answer, page)
 
-    def _paged(self, page: list[RowBatch], following: str | None) -> Iterator[RowBatch]:
-        try:
-            while True:
-                yield from page
-                if following is None:
-                    return
-                asked, following = following, None
-                with self._call("more", self.timeout_s) as options:
-                    ticket = self._flight.Ticket(json.dumps({"call": "more", "pages": asked}).encode())
-                    page, reply = wire.from_message(self._client.do_get(ticket, options).read_all())
-                following = reply.pop("pages", None)
-        finally:
-            if following is not None:
-                self._unread.append(following)
-            self._let_go()
+    def _page(
+        self, call: str, answer: str, extra_s: float = 0.0, /, **arguments: Any
+    ) -> tuple[list[RowBatch], dict[str, Any]]:
+        with self._call(call, self.timeout_s + extra_s) as options:
+            ticket = self._flight.Ticket(json.dumps({"call": call, "answer": answer, **arguments}).encode())
+            return wire.from_message(self._client.do_get(ticket, options).read_all())
 
     def _send(self, call: str, rows: RowBatch, /, **arguments: Any) -> dict[str, Any]:
         parts = [to_arrow(piece) for piece in wire.pieces(rows)]
@@ -372,12 +364,14 @@ class RemoteTable:
         """The server keeps something for us from now on: stay known to it."""
         with self._mutex:
             self._open += 1
-            if self._beat is None:
-                every_s = self._lease_s / BEATS
-                self._beat = threading.Thread(
-                    target=_beat, args=(weakref.ref(self), self._stop, every_s), name="flowrl-heartbeat", daemon=True
-                )
-                self._beat.start()
+            if self._beat is not None:
+                return
+            every_s = self._lease_s / BEATS
+            self._beat = threading.Thread(
+                target=_beat, args=(weakref.ref(self), self._stop, every_s), name="flowrl-heartbeat", daemon=True
+            )
+        # not under the mutex: a claim that is collected in the new thread asks for it, and start() waits for that thread
+        self._beat.start()
 
     def _let_go(self) -> None:
         with self._mutex:
@@ -386,6 +380,11 @@ class RemoteTable:
     def _forget_claim(self, token: str) -> None:
         """Nobody will end this claim: the next heartbeat gives it back."""
         self._unwanted.append(token)
+        self._let_go()
+
+    def _forget_answer(self, answer: str) -> None:
+        """Nobody will read the rest of this answer: with the next heartbeat the server lets go of it."""
+        self._unread.append(answer)
         self._let_go()
 
     def _renew(self) -> None:
@@ -416,6 +415,45 @@ class RemoteTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopened, (self.uri, self._token, self.timeout_s, self._certificate))
+
+
+class _Parts(Iterator[RowBatch]):
+    """The rows of an answer of several pages; a page is asked for when the rows before it were taken.
+
+    One that is dropped, begun or not, is forgotten by the server too.
+    """
+
+    def __init__(self, table: RemoteTable, answer: str, page: list[RowBatch]) -> None:
+        self._table, self._answer = table, answer
+        self._page = iter(page)
+        self._is_cut = False
+        """The rest was given up after an error."""
+        self._dropped = weakref.finalize(self, table._forget_answer, answer)
+
+    def __next__(self) -> RowBatch:
+        while True:
+            for rows in self._page:
+                return rows
+            if self._is_cut:
+                raise StoreError(
+                    "the rest of these rows was given up when a page of them did not come; read again, or release the claim and "
+                    "claim again"
+                )
+            if not self._dropped.alive:
+                raise StopIteration
+            self._turn()
+
+    def _turn(self) -> None:
+        try:
+            page, reply = self._table._page("more", self._answer)
+        except BaseException:
+            self._is_cut = True
+            self._dropped()
+            raise
+        self._page = iter(page)
+        if not reply.get("more"):
+            self._dropped.detach()
+            self._table._let_go()
 
 
 class RemoteClaim:

@@ -19,7 +19,7 @@ class ColumnStats:
 
     Example:
         ColumnStats(type="TOKEN.i32", raw_bytes=9_472_000, stored_bytes=3_830_000, codecs={"lz4": 3_830_000},
-                    rows=4096, required=True)
+                    tiers={"packed": 3_830_000}, rows=4096, required=True)
     """
 
     type: str
@@ -30,6 +30,8 @@ class ColumnStats:
     """In memory and in files."""
     codecs: Mapping[str, int]
     """Stored bytes by codec; "none" is plain."""
+    tiers: Mapping[str, int]
+    """Stored bytes by tier: hot (plain in memory), packed (compressed in memory), disk; those that have some of it."""
     rows: int
     """Rows that have a value."""
     required: bool
@@ -90,18 +92,21 @@ def stats(backing: Backing, name: str) -> TableStats:
         raw = dict.fromkeys(catalog.columns, 0)
         stored = dict.fromkeys(catalog.columns, 0)
         codecs: dict[str, dict[str, int]] = {column: {} for column in catalog.columns}
+        tiers: dict[str, dict[str, int]] = {column: {} for column in catalog.columns}
         for segment in catalog.segments.values():
             sizes = segment.sizes or sizes_of(parsed_layouts(segment))
             for column, (raw_bytes, stored_bytes, codec) in sizes.items():
                 raw[column] += raw_bytes
                 stored[column] += stored_bytes
                 codecs[column][codec] = codecs[column].get(codec, 0) + stored_bytes
+                tiers[column][segment.tier] = tiers[column].get(segment.tier, 0) + stored_bytes
         columns = {
             column: ColumnStats(
                 type=str(state.type),
                 raw_bytes=raw[column],
                 stored_bytes=stored[column],
                 codecs=codecs[column],
+                tiers={tier: tiers[column][tier] for tier in TIERS if tier in tiers[column]},
                 rows=_rows_with(catalog, state),
                 required=state.required,
             )

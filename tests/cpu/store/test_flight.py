@@ -1,5 +1,6 @@
 """A table over the network: the same answers and the same errors as in the process, deadlines, and claims that come back."""
 
+import gc
 import json
 import pickle
 import shutil
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
-from flowrl.store import interop, wire
+from flowrl.store import flight, interop, wire
 from flowrl.store.flight import RemoteTable, TableServer, serve_table
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
@@ -165,6 +166,77 @@ def test_a_scan_left_early_is_forgotten_by_the_server(
     scan.close()
     remote._renew()
     assert client.pages == {}
+
+
+def test_an_answer_that_is_never_read_is_forgotten_by_the_server(
+    server: TableServer, remote: RemoteTable, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PAGE_BYTES", 2000)
+    table.append(rows(600))
+    remote.claim("trainer", 200).done()
+    remote.claim("trainer", 200).release()
+    remote.claim("judge", 600)
+    remote.scan()
+    (client,) = server._clients._known.values()
+    assert len(client.pages) == 4
+    gc.collect()
+    remote._renew()
+    assert client.pages == {} and client.claims == {}
+    assert remote._open == 0, "the heartbeat has nothing to keep"
+
+
+def test_a_claim_may_be_read_after_it_is_done(
+    server: TableServer, remote: RemoteTable, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PAGE_BYTES", 2000)
+    table.append(rows(300))
+    claim = remote.claim("trainer", 300)
+    claim.done()
+    remote._renew()
+    assert claim.batch().equals(table.batch())
+    assert remote._open == 0
+
+
+def test_the_rest_of_an_answer_given_up_early_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PAGE_BYTES", 2000)
+    with Slow() as table, serve_table(table) as server, RemoteTable(server.uri, server.token, timeout_s=0.3) as remote:
+        table.append(rows(400))
+        with pytest.raises(WaitTimeout):
+            remote.take(range(400))
+        remote._renew()
+        (client,) = server._clients._known.values()
+        table.go.set()
+        assert soon(lambda: server._clients.calls == 0)
+        assert client.pages == {}
+
+
+def test_rows_after_a_page_that_did_not_come_are_no_end(
+    server: TableServer, remote: RemoteTable, table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PAGE_BYTES", 2000)
+    table.append(rows(400))
+    claim, scan = remote.claim("trainer", 400), remote._scanned(None)
+    client = remote._client
+
+    class Silent:
+        def do_get(self, ticket: Any, options: Any) -> Any:
+            raise remote._flight.FlightTimedOutError("no answer")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+    remote._client = Silent()
+    for read in (lambda: list(scan), claim.batch):
+        with pytest.raises(WaitTimeout, match="'more' of the table"):
+            read()
+    remote._client = client
+    for read in (lambda: next(scan), claim.batch):
+        with pytest.raises(StoreError, match="the rest of these rows was given up when a page of them did not come"):
+            read()
+    claim.release()
+    remote._renew()
+    assert next(iter(server._clients._known.values())).pages == {}
+    assert remote.claim("trainer", 400).batch().equals(table.batch())
 
 
 def test_a_slice_travels_as_its_rows(table: Any) -> None:
@@ -546,6 +618,71 @@ def test_a_claim_whose_answer_came_too_late_is_given_back(server: TableServer, t
         go.set()
         del table.claim
         assert table.claim("trainer", 2, wait_s=15).numbers.tolist() == [0, 1]
+
+
+def test_claims_that_fail_leave_nothing_behind(
+    server: TableServer, remote: RemoteTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "_REMEMBERED", 3)
+    for _ in range(10):
+        with pytest.raises(WaitTimeout):
+            remote.claim("trainer", 1, wait_s=0.001)
+    remote._renew()
+    (client,) = server._clients._known.values()
+    kept = {name: len(getattr(client, name)) for name in client.__slots__ if hasattr(getattr(client, name), "__len__")}
+    assert sum(kept.values()) <= 3, kept
+    assert remote._open == 0
+
+
+def test_done_may_be_called_again_while_the_first_call_is_at_work(server: TableServer, table: Any) -> None:
+    table.append(rows(2))
+    go, calls, real = threading.Event(), [], table.claim
+
+    class Late:
+        """A claim whose answer is late."""
+
+        def __init__(self, claim: Any) -> None:
+            self.numbers, self.batch, self.release, self._claim = claim.numbers, claim.batch, claim.release, claim
+
+        def done(self) -> None:
+            calls.append("done")
+            self._claim.done()
+            assert go.wait(30)
+
+    table.claim = lambda *args, **options: Late(real(*args, **options))
+    with RemoteTable(server.uri, server.token, timeout_s=0.3) as remote:
+        claim = remote.claim("trainer", 2)
+        with pytest.raises(WaitTimeout):
+            claim.done()
+        later = threading.Timer(0.4, go.set)
+        later.start()
+        remote.timeout_s = 20
+        claim.done()
+        later.join(10)
+    assert calls == ["done"]
+
+
+def test_done_that_failed_may_be_called_again(server: TableServer, table: Any) -> None:
+    """The table's lock was not to be had, for one."""
+    table.append(rows(2))
+    real, failing = table.claim, [WaitTimeout("the lock is held")]
+
+    class Failing:
+        def __init__(self, claim: Any) -> None:
+            self.numbers, self.batch, self.release, self._claim = claim.numbers, claim.batch, claim.release, claim
+
+        def done(self) -> None:
+            if failing:
+                raise failing.pop()
+            self._claim.done()
+
+    table.claim = lambda *args, **options: Failing(real(*args, **options))
+    with RemoteTable(server.uri, server.token, timeout_s=20) as remote:
+        claim = remote.claim("trainer", 2)
+        with pytest.raises(WaitTimeout, match="the lock is held"):
+            claim.done()
+        claim.done()
+    assert real("trainer", 2) is None
 
 
 def test_a_process_that_serves_may_end_without_closing(table: Any) -> None:

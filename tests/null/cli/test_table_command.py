@@ -120,6 +120,16 @@ def test_ls_names_what_cannot_be_read_and_goes_on(here: Path, cli: Cli) -> None:
     assert [line.split()[0] for line in result.out.splitlines()] == ["table", "rows.parquet"]
 
 
+def test_ls_goes_on_when_a_table_has_gone_since_it_was_found(
+    here: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowrl.cli.table.names_at", lambda target: ["0123456789", "rows.parquet"])
+    result = cli("table", "ls")
+    assert result.code == 1
+    assert result.err.startswith("error: 0123456789: there is no file, folder or table '0123456789'")
+    assert [line.split()[0] for line in result.out.splitlines()] == ["table", "rows.parquet"]
+
+
 def test_a_run_without_recordings_says_how_to_record(here: Path, cli: Cli) -> None:
     RunDir.create("runs", "bare").finish()
     for command in ("ls", "head"):
@@ -220,7 +230,10 @@ def test_stats_of_a_stream(here: Path, cli: Cli) -> None:
     found = json.loads(cli("table", "stats", "packed.arrow", "--json").out)
     assert found["columns"]["prompt_id"]["stored_bytes"] is None, "the file does not say how much each column takes"
     assert found["raw_bytes"] > found["stored_bytes"]
-    assert cli("table", "stats", "packed.arrow").code == 0
+    result = cli("table", "stats", "packed.arrow")
+    assert result.code == 0
+    titles = next(line.split() for line in result.out.splitlines() if line.startswith("column"))
+    assert titles == ["column", "type", "raw", "tier"], "what no column has is left out"
 
 
 def test_a_file_of_someone_else(here: Path, cli: Cli) -> None:
@@ -325,6 +338,10 @@ def test_an_experience_table_by_folder(here: Path, cli: Cli) -> None:
         found = json.loads(cli("table", "stats", "replay", "--json").out)
         assert (found["rows"], found["appended"], found["evicted"]) == (4, 6, 2)
         assert found["columns"]["judged"]["rows"] == 1
+        table.spill()
+        table.fill("judged", [4], [False])
+        told = json.loads(cli("table", "stats", "replay", "--json").out)["columns"]
+        assert told["reward"]["tiers"] == ["disk"] and "hot" in told["judged"]["tiers"]
         assert [line.split()[0] for line in cli("table", "ls", ".").out.splitlines()] == [
             "table",
             "replay",

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,26 @@ def test_parquet_with_every_compression(tmp_path: Path, compression: str) -> Non
     table = small()
     interop.to_parquet(table, tmp_path / "rows.parquet", compression=compression)
     assert RowBatch.concat(list(interop.from_parquet(tmp_path / "rows.parquet"))).equals(joined(table))
+
+
+def test_narrow_chunks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of a million rows has thousands of chunks in a row group."""
+    asked: list[str] = []
+
+    class Narrow:
+        @property
+        def nbytes(self) -> int:
+            asked.append("nbytes")
+            return 4
+
+        def __len__(self) -> int:
+            asked.append("rows")
+            return 1
+
+    monkeypatch.setattr(interop, "pa", SimpleNamespace(Table=SimpleNamespace(from_batches=len)))
+    monkeypatch.setattr(interop, "GROUP_BYTES", 400)
+    assert list(interop._grouped(iter([Narrow() for _ in range(250)]), None)) == [100, 100, 50]
+    assert asked.count("nbytes") == asked.count("rows") == 250
 
 
 def test_parquet_of_chosen_columns(tmp_path: Path) -> None:
