@@ -12,6 +12,10 @@ FSDP gives rank r of S the rows [r R / S, (r + 1) R / S). These rows lie in the 
 the tp index is r div (S / tp), and for few ranks when it is r mod tp. The first moves less, but its tp groups stand S / tp
 devices apart, and so across nodes as soon as the mesh spans nodes. `aligned` gives the same saving the other way round: the
 engine keeps its neighbouring tp ranks and the trainer's shards are dealt to the devices in the order that suits them.
+
+[Note: Once into a node]
+What no device of a node holds and several of its devices need (replicas) comes in once: to the one that has received least from
+other nodes so far, which passes it on. Every device still receives each byte once; only the way differs.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Move:
     source: int
     target: int
     num_bytes: int
+    hop: int = 0
+    """1: the sender does not hold the box from the start but receives it by a move of hop 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +138,10 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box that a device lacks, and the devices that hold all of it."""
+    """A box that devices of one node lack, and the devices that hold all of it."""
 
-    target: int
+    targets: tuple[int, ...]
+    """One device where a device of the same node holds the box; else all those of the node that need it."""
     box: Box
     holders: tuple[int, ...]
     elements: int
@@ -160,80 +167,124 @@ def reshard(
 ) -> Reshard:
     """The moves that bring every device of `target` what it needs, with the fewest bytes.
 
-    Of the devices that hold a piece the sender is: one on the same node if there is one, then the one that has sent the fewest
-    bytes so far, then the lowest number. `devices_per_node` None: all devices are on one node. The answer depends on its
-    arguments only.
+    What a device of the same node holds comes from there, the rest once into each node; see [Note: Once into a node]. Of the
+    devices that can send, the one that has sent the fewest bytes so far does, then the one with the lowest number.
+    `devices_per_node` None: all devices are on one node. The answer depends on its arguments only.
 
     Raises `ConfigError` when the source holds some element nowhere, or a layout does not fit a tensor.
     """
     per_node = devices_per_node or 1 + max(*source.devices, *target.devices)
     seen: dict[tuple[object, ...], _Geometry] = {}
-    moves: list[Move] = []
-    sent: dict[int, int] = defaultdict(int)
-    sums: dict[str, dict[int, int]] = {
-        name: defaultdict(int) for name in ("need", "kept", "held", "received", "received_across", "sent_across")
-    }
+    ledger = _Ledger(per_node)
     for tensor in tensors:
         layer = tensor.layer if max(source.layout.pp, target.layout.pp) > 1 else None
         key = (tensor.shape, tensor.kind, tensor.split_axis, tensor.parts, layer)
         if key not in seen:
-            seen[key] = _geometry(tensor, source, target)
+            seen[key] = _geometry(tensor, source, target, per_node)
         found = seen[key]
         size = element_bytes if isinstance(element_bytes, int) else element_bytes(tensor)
         for name, counts in (("need", found.need), ("kept", found.kept), ("held", found.held)):
             for device, elements in counts.items():
-                sums[name][device] += elements * size
+                ledger.sums[name][device] += elements * size
         for piece in found.pieces:
-            node = piece.target // per_node
-            sender = min(piece.holders, key=lambda device: (device // per_node != node, sent[device], device))
-            num_bytes = piece.elements * size
-            moves.append(Move(tensor.name, piece.box, sender, piece.target, num_bytes))
-            sent[sender] += num_bytes
-            sums["received"][piece.target] += num_bytes
-            if sender // per_node != node:
-                sums["received_across"][piece.target] += num_bytes
-                sums["sent_across"][sender] += num_bytes
-    sums["sent"] = sent
+            ledger.send(tensor.name, piece, piece.elements * size)
     traffic = {
-        device: Traffic(**{f"{name}_bytes": counts[device] for name, counts in sums.items()})
+        device: Traffic(**{f"{name}_bytes": counts[device] for name, counts in ledger.sums.items()})
         for device in sorted({*source.devices, *target.devices})
     }
-    return Reshard(source, target, tuple(moves), traffic)
+    return Reshard(source, target, tuple(ledger.moves), traffic)
 
 
-def _geometry(tensor: Tensor, source: Holding, target: Holding) -> _Geometry:
+class _Ledger:
+    """Moves so far, and their bytes by device: who sends next depends on them."""
+
+    def __init__(self, per_node: int) -> None:
+        self.per_node = per_node
+        self.moves: list[Move] = []
+        names = ("need", "kept", "held", "received", "sent", "received_across", "sent_across")
+        self.sums: dict[str, dict[int, int]] = {name: defaultdict(int) for name in names}
+
+    def send(self, tensor: str, piece: _Piece, num_bytes: int) -> None:
+        """Send a piece to one of its targets, and from there to the others."""
+        sent, across = self.sums["sent"], self.sums["received_across"]
+        sender = min(piece.holders, key=lambda device: (sent[device], device))
+        first = min(piece.targets, key=lambda device: (across[device], device))
+        self._move(Move(tensor, piece.box, sender, first, num_bytes))
+        for other in piece.targets:
+            if other != first:
+                self._move(Move(tensor, piece.box, first, other, num_bytes, hop=1))
+
+    def _move(self, move: Move) -> None:
+        self.moves.append(move)
+        self.sums["sent"][move.source] += move.num_bytes
+        self.sums["received"][move.target] += move.num_bytes
+        if move.source // self.per_node != move.target // self.per_node:
+            self.sums["sent_across"][move.source] += move.num_bytes
+            self.sums["received_across"][move.target] += move.num_bytes
+
+
+def _geometry(tensor: Tensor, source: Holding, target: Holding, per_node: int) -> _Geometry:
     own: dict[int, Boxes] = {device: source.boxes(tensor, rank) for rank, device in enumerate(source.devices)}
-    holders: dict[Box, list[int]] = defaultdict(list)
-    for device, boxes in own.items():
-        for box in boxes:
-            holders[box].append(device)
+    need: dict[int, Boxes] = {device: target.boxes(tensor, rank) for rank, device in enumerate(target.devices)}
+    anywhere = _holders(own, own)
+    alike: dict[tuple[int, Boxes], list[int]] = defaultdict(list)
+    for device, boxes in need.items():
+        alike[device // per_node, boxes].append(device)
     pieces: list[_Piece] = []
-    need_of: dict[int, int] = {}
-    kept_of: dict[int, int] = {}
-    for rank, device in enumerate(target.devices):
-        need = target.boxes(tensor, rank)
-        missing = without(need, own.get(device, ()))
-        need_of[device] = sum(volume(box) for box in need)
-        kept_of[device] = need_of[device] - sum(volume(box) for box in missing)
-        for box, devices in holders.items():
-            left: list[Box] = []
-            for wanted in missing:
-                shared = intersect(wanted, box)
-                if shared is None:
-                    left.append(wanted)
-                    continue
-                pieces.append(_Piece(device, shared, tuple(devices), volume(shared)))
-                left.extend(subtract(wanted, shared))
-            missing = left
-            if not missing:
-                break
-        if missing:
+    kept: dict[int, int] = {}
+    for (node, boxes), devices in alike.items():
+        near = _holders(own, (device for device in own if device // per_node == node))
+        far = without(boxes, tuple(near))
+        for device in devices:
+            missing = without(boxes, own.get(device, ()))
+            kept[device] = _volume(boxes) - _volume(missing)
+            pieces.extend(_cover(missing, near, (device,))[0])
+        found, left = _cover(far, anywhere, tuple(devices))
+        if left:
             raise ConfigError(
-                f"no device of layout {source.layout} holds {missing[0]} of {tensor.name}, which device {device} needs; "
+                f"no device of layout {source.layout} holds {left[0]} of {tensor.name}, which device {devices[0]} needs; "
                 "both sides must list the same model"
             )
-    held = {device: sum(volume(box) for box in boxes) for device, boxes in own.items()}
-    return _Geometry(tuple(pieces), need_of, kept_of, held)
+        pieces.extend(found)
+    return _Geometry(
+        tuple(pieces),
+        need={device: _volume(boxes) for device, boxes in need.items()},
+        kept=kept,
+        held={device: _volume(boxes) for device, boxes in own.items()},
+    )
+
+
+def _volume(boxes: Iterable[Box]) -> int:
+    return sum(volume(box) for box in boxes)
+
+
+def _holders(own: dict[int, Boxes], devices: Iterable[int]) -> dict[Box, tuple[int, ...]]:
+    """The boxes that some devices hold, and which of them hold each."""
+    found: dict[Box, list[int]] = defaultdict(list)
+    for device in devices:
+        for box in own[device]:
+            found[box].append(device)
+    return {box: tuple(holding) for box, holding in found.items()}
+
+
+def _cover(
+    wanted: list[Box], holders: dict[Box, tuple[int, ...]], targets: tuple[int, ...]
+) -> tuple[list[_Piece], list[Box]]:
+    """Pieces of what is wanted that somebody holds, none of it twice, and what nobody holds."""
+    pieces: list[_Piece] = []
+    for held, devices in holders.items():
+        if not wanted:
+            break
+        left: list[Box] = []
+        for box in wanted:
+            shared = intersect(box, held)
+            if shared is None:
+                left.append(box)
+            else:
+                pieces.append(_Piece(targets, shared, devices, volume(shared)))
+                left.extend(subtract(box, shared))
+        wanted = left
+    return pieces, wanted
 
 
 def aligned(source: Holding, target: Holding) -> Holding:

@@ -157,7 +157,8 @@ def test_what_arrives_is_what_is_needed_once(source: Holding, target: Holding, p
     before = {tensor.name: held_by_device(source, tensor) for tensor in TENSORS}
     for one in found.moves:
         elements = cells((one.box,))
-        assert set(elements) <= set(before[one.tensor][one.source]), "a device sends what it does not hold"
+        passed_on = arrived[one.tensor, one.source] if one.hop else before[one.tensor][one.source]
+        assert set(elements) <= set(passed_on), "a device sends what it does not hold"
         assert one.num_bytes == 2 * len(elements)
         arrived[one.tensor, one.target] += elements
     for tensor in TENSORS:
@@ -177,15 +178,27 @@ def test_what_arrives_is_what_is_needed_once(source: Holding, target: Holding, p
 
 @given(holdings(), holdings())
 @settings(max_examples=40)
-def test_bytes_cross_nodes_only_where_the_node_lacks_them(source: Holding, target: Holding) -> None:
+def test_a_node_receives_once_what_it_lacks(source: Holding, target: Holding) -> None:
     found = reshard(TENSORS, source, target, devices_per_node=4)
     expected = 0
     for tensor in TENSORS:
-        before = held_by_device(source, tensor)
-        for device, need in held_by_device(target, tensor).items():
-            near = set().union(*(c for other, c in before.items() if other // 4 == device // 4), set())
-            expected += 2 * len(set(need) - near)
+        before, after = held_by_device(source, tensor), held_by_device(target, tensor)
+        for node in range(4):
+            need = {cell for device, cells in after.items() if device // 4 == node for cell in cells}
+            near = {cell for device, cells in before.items() if device // 4 == node for cell in cells}
+            expected += 2 * len(need - near)
     assert found.across_bytes == expected
+    assert all(one.source // 4 == one.target // 4 for one in found.moves if one.hop)
+
+
+def test_replicas_of_a_node_share_the_way_in() -> None:
+    tensors = [Tensor(f"w{i}", (4, 2), "up", 0) for i in range(4)]
+    found = reshard(tensors, Holding(Layout(), [0]), Holding(Layout(dp=2), [4, 5]), devices_per_node=4)
+    assert [(one.tensor, one.source, one.target, one.hop) for one in found.moves] == [
+        ("w0", 0, 4, 0), ("w0", 4, 5, 1), ("w1", 0, 5, 0), ("w1", 5, 4, 1),
+        ("w2", 0, 4, 0), ("w2", 4, 5, 1), ("w3", 0, 5, 0), ("w3", 5, 4, 1),
+    ]  # fmt: skip
+    assert {found.traffic[device].received_across_bytes for device in (4, 5)} == {32}
 
 
 @given(holdings())
