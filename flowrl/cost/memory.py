@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState, state_cost
@@ -48,6 +49,31 @@ class MemoryConstants:
     """CUDA context and communication buffers. Assumed."""
     engine_bytes: float = 3 * GIB
     """Activations and graphs of a sampling engine. Assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline of equal parts, each micro-batch going forward and backward in turn (1F1B)."""
+
+    index: int = 0
+    stages: int = 1
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.stages or self.micro_batches < 1:
+            raise ConfigError(
+                f"a pipeline of {self.stages} stages has stages 0 to {self.stages - 1} and at least one micro-batch; found "
+                f"stage {self.index}, {self.micro_batches} micro-batches"
+            )
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations it holds at once: `min(m, pp - stage)`."""
+        return min(self.micro_batches, self.stages - self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,46 +170,49 @@ def train_memory(
     offload: Offload = Offload.NONE,
     park_weights: bool = False,
     state: OptimizerState = ADAM_FP32,
+    stage: Stage | None = None,
     constants: MemoryConstants | None = None,
     moving: OffloadConstants | None = None,
 ) -> TrainMemory:
     """Bytes on one device that trains with fully sharded weights and `tokens` tokens per micro-batch.
 
-        state       total_bytes·N / (S·tp)
-        gather      2·(2·layer) + 2·(embedding and head), /tp
+        state       total_bytes·N / (S·tp·pp)
+        gather      2·(2·layer) + 2·(embedding and head), /tp; of a pipeline's stages the first and the last have those
         gradients   (2 + 4)·layer, /tp; with LoRA of the adapters only
-        activations recomputed: 2·h·L·T + A_layer·T;  kept: L·A_layer·T;  T/cp
-        logits      see logit_bytes
+        activations recomputed: 2·h·L·T·m + A_layer·T;  kept: L·A_layer·T·m;  T/cp, L/pp, m micro-batches in flight
+        logits      see logit_bytes; on the last stage
         total       (all of these)·fragmentation + context
 
-    `shards` are those of the weights besides tensor parallelism.
+    `shards` are those of the weights besides tensor and pipeline parallelism; layers are spread evenly over stages.
     """
-    keep = constants or MemoryConstants()
+    keep, at = constants or MemoryConstants(), stage or Stage()
     held = state_cost(
         shape,
         cluster,
-        shards=shards * tensor_parallel,
+        shards=shards * tensor_parallel * at.stages,
         offload=offload,
         park_weights=park_weights,
         state=state,
         constants=moving,
     )
-    root = shape.embedding_params() * (1 if shape.tied or shape.head != "lm" else 2)
+    ends = (at.index == 0, at.is_last and shape.head == "lm")
+    root = shape.embedding_params() * (max(ends) if shape.tied else sum(ends))
     gather = (2 * 2 * shape.layer_params() + 2 * root) / tensor_parallel
     trained_layer = shape.layer_params() if shape.lora is None else shape.lora_params() / shape.layers
     gradients = (2 + 4) * trained_layer / tensor_parallel
-    here = tokens / context_parallel
+    here, layers = tokens / context_parallel, math.ceil(shape.layers / at.stages)
     layer = activation_token_bytes(
         shape, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, constants=keep
     )
     if recompute:
-        inputs = 2 * shape.hidden * shape.layers / (tensor_parallel if sequence_parallel else 1)
+        inputs = 2 * shape.hidden * layers * at.in_flight / (tensor_parallel if sequence_parallel else 1)
         activations = (inputs + layer) * here
     else:
-        activations = shape.layers * layer * here
-    logits = logit_bytes(
-        shape, -(-tokens // context_parallel), loss=loss, chunk=chunk, tensor_parallel=tensor_parallel, constants=keep
-    )
+        activations = layers * at.in_flight * layer * here
+    logits = 0.0
+    if at.is_last:
+        mine = math.ceil(here)
+        logits = logit_bytes(shape, mine, loss=loss, chunk=chunk, tensor_parallel=tensor_parallel, constants=keep)
     used = held.train_bytes + gather + gradients + activations + logits
     return TrainMemory(
         state_bytes=held.train_bytes,
@@ -195,13 +224,6 @@ def train_memory(
         idle_bytes=held.idle_bytes,
         host_bytes=held.host_bytes,
     )
-
-
-def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a pipeline stage holds at once (one forward, one backward): `min(m, pp - stage)`."""
-    if not 0 <= stage < stages:
-        raise ConfigError(f"a pipeline of {stages} stages has stages 0 to {stages - 1}; found {stage}")
-    return min(micro_batches, stages - stage)
 
 
 def engine_weight_bytes(

@@ -78,6 +78,21 @@ def test_work_is_what_the_counter_of_torch_counts(kind: str, changes: dict[str, 
     assert whole == pytest.approx(expected, rel=2e-3)
 
 
+def test_frozen_matrices_save_a_third_and_attention_nothing() -> None:
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    shape = ModelShape.from_config(config)
+    embedded = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embedded, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    lora = shape.with_lora(1)
+    work = forward_flops(lora, [LENGTH] * ROWS)
+    norms = sum(weight.num_params for weight in shape.modules() if weight.kind == "norm")
+    expected = train_flops(lora, [LENGTH] * ROWS, recompute=False) - 3 * work.adapters + 3 * work.attention
+    assert counter.get_total_flops() == expected - 2 * 2 * norms * ROWS * LENGTH
+
+
 def kept_bytes(config: Any, tokens: int) -> float:
     """Bytes of different tensors that autograd keeps of one bf16 layer, without its weights, per token."""
     config._attn_implementation = "sdpa"

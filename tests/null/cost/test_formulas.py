@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from flowrl.cost.collectives import Ring
 from flowrl.cost.flops import forward_flops, train_flops
-from flowrl.cost.memory import activation_token_bytes, cache_capacity_tokens, in_flight, logit_bytes, train_memory
+from flowrl.cost.memory import Stage, activation_token_bytes, cache_capacity_tokens, logit_bytes, train_memory
 from flowrl.cost.offload import (
     ADAM_8BIT,
     ADAM_BF16,
@@ -252,10 +252,20 @@ def test_a_tied_head_is_gathered_once() -> None:
 
 
 def test_pipeline_stages_hold_less_toward_the_end() -> None:
-    assert [in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [Stage(index, 4, 8).in_flight for index in range(4)] == [4, 3, 2, 1]
+    assert [Stage(index, 4, 2).in_flight for index in range(4)] == [2, 2, 2, 1]
     with pytest.raises(ConfigError, match="stages 0 to 3"):
-        in_flight(4, 4, 8)
+        Stage(4, 4, 8)
+    shape = ModelShape.of("Qwen2.5-7B")
+    whole = train_memory(shape, A100, shards=2, tokens=1024, recompute=False)
+    first, middle, _, last = (
+        train_memory(shape, A100, shards=2, tokens=1024, recompute=False, stage=Stage(index, 4, 8))
+        for index in range(4)
+    )
+    assert 4 * first.state_bytes == whole.state_bytes
+    assert first.activation_bytes == whole.activation_bytes == 4 * last.activation_bytes
+    assert first.logit_bytes == middle.logit_bytes == 0 and last.logit_bytes == whole.logit_bytes
+    assert first.gather_bytes - middle.gather_bytes == last.gather_bytes - middle.gather_bytes == 2 * 152_064 * 3584
 
 
 def test_cache_grows_more_than_in_proportion_to_devices() -> None:
