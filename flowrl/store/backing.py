@@ -366,7 +366,7 @@ class Backing:
         """End this process's part. With `keep`, its arenas stay for others.
 
         Rows that were read stay as they are for whoever holds them: while any is held, the process stays on the list of
-        those that read.
+        those that read, and is none of those that have the table open.
         """
         if self.closed:
             return
@@ -393,6 +393,8 @@ class Backing:
 
     def leave_presence(self) -> None:
         self._leaving = True
+        if isinstance(self.presence, Presence):
+            self.presence.leave()
         with self._idle:
             self._drain()
 

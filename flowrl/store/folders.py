@@ -26,6 +26,8 @@ from pathlib import Path
 from flowrl.errors import StoreError
 
 SHARED_MEMORY = Path("/dev/shm")
+ONLY_READS = 3
+"""Index of the 8-byte word of a `process-<slot>` file that is 1 when the table may end without that process."""
 _GONE = ".gone-"
 
 _setting_up: dict[Path, int] = {}
@@ -113,10 +115,23 @@ def reclaim_orphans() -> list[Path]:
 
 
 def living(folder: Path) -> Iterator[int]:
-    """Slots of the living processes that have the folder's table open."""
+    """Slots of the living processes that have the folder's table open, and do not only read it."""
     for slot in slots(folder):
-        if is_held(folder / f"process-{slot}"):
+        if has_open(folder / f"process-{slot}"):
             yield slot
+
+
+def has_open(file: Path) -> bool:
+    """Whether the process of a `process-<slot>` file lives and has the table open, not only to read it."""
+    if not is_held(file):
+        return False
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            return not any(os.pread(opened.fileno(), 8, 8 * ONLY_READS))
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # as in is_held
+        return True
 
 
 def slots(folder: Path) -> list[int]:

@@ -157,7 +157,7 @@ def _joined(log: CommitLog, memory: Path | None, path: Path | None, readonly: bo
     arenas = None
     if memory is not None:
         try:
-            presence = Presence(memory, counter=path)
+            presence = Presence(memory, counter=path, only_reads=readonly)
         except (OSError, FlowError):
             if not readonly:
                 raise

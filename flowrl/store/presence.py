@@ -3,7 +3,11 @@
 Every attached process has a file `process-<slot>` and holds its lock while it lives; the system frees the lock however the
 process ends. The file lists the pinned segments:
 
-    0   magic "FLOWRLP1"    8   entries in use at most (u64)    16   process id (u64)    64...   uids (u64, 0 = free)
+    0   magic "FLOWRLP1"    16   process id (u64)                                    64...   uids (u64, 0 = free)
+    8   entries in use at most (u64)    24   1: the process only reads, or has left and its rows are still held (u64)
+
+[Note: Who has the table open] One that only reads, or that has left while rows it gave out are held, keeps pins and nothing
+else. The table may end without it: arrays stay valid when the files that they map are removed.
 
 [Note: Who sees a pin] Pins are taken inside a transaction of the log, once replay has shown that the segment is in the table.
 A segment leaves the table in a transaction. So whoever looks for pins after that sees every pin there is, or will be: an
@@ -42,12 +46,13 @@ class Presence:
     Args:
         folder: the table's memory.
         counter: folder whose `slots` file counts the slots too, where numbers must be unique for longer than `folder` lives.
+        only_reads: whether the table may end while this process is on the list.
 
     Errors: StoreError when the folder is gone, full, or may not be written.
     """
 
-    def __init__(self, folder: Path, *, counter: Path | None = None) -> None:
-        self._folder, self._counter = folder, counter
+    def __init__(self, folder: Path, *, counter: Path | None = None, only_reads: bool = False) -> None:
+        self._folder, self._counter, self._only_reads = folder, counter, only_reads
         self._lock = threading.RLock()
         self._pins: dict[int, list[int]] = {}
         """Uid to its count and the index of its entry."""
@@ -116,8 +121,8 @@ class Presence:
 
     @staticmethod
     def alive_in(folder: Path, slot: int) -> bool:
-        """Whether the process of a slot is attached to the table whose memory is `folder`."""
-        return folders.is_held(folder / f"process-{slot}")
+        """Whether the process of a slot has the table whose memory is `folder` open, not only to read it."""
+        return folders.has_open(folder / f"process-{slot}")
 
     def pinned(self, uids: Iterable[int]) -> set[int]:
         """Of these segments, those that a living process has pinned. Files of dead processes are removed on the way."""
@@ -140,6 +145,13 @@ class Presence:
             elif len(words) > _FIRST:
                 found |= wanted.intersection(words[_FIRST : int(words[1])].tolist())
         return found
+
+    def leave(self) -> None:
+        """Be one that only keeps its pins, until `close`."""
+        with self._lock:
+            self._only_reads = True
+            if self._words is not None:
+                self._words[folders.ONLY_READS] = 1
 
     def close(self) -> None:
         """Leave. Pins are gone with it. May be called again."""
@@ -182,6 +194,7 @@ class Presence:
             os.posix_fallocate(descriptor, 0, _FIRST_BYTES)
             words = memoryview(mmap.mmap(descriptor, _FIRST_BYTES)).cast("Q")
             words[0], words[1], words[2] = _MAGIC, _FIRST, os.getpid()
+            words[folders.ONLY_READS] = int(self._only_reads)
             aside.rename(self._folder / f"process-{slot}")
         except BaseException:
             aside.unlink(missing_ok=True)

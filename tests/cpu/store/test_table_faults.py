@@ -646,6 +646,26 @@ def test_rows_that_are_kept_while_another_process_goes_on(closes: bool) -> None:
         owner.close()
 
 
+@pytest.mark.parametrize("how", ["has left and holds rows", "only reads"])
+def test_the_last_to_leave_saves_rows_though_others_hold_some(tmp_path: Path, how: str) -> None:
+    with ExperienceTable(chunk_rows=32, path=tmp_path / "table") as table:
+        table.append(batch_of(0, 64))
+        memory = table._backing.memory
+        other = ExperienceTable.open(table.name, readonly=how == "only reads")
+        chunks = list(other.scan())
+        if how != "only reads":
+            other.close()
+    assert memory is not None and not memory.exists()
+    for number, chunk in enumerate(chunks):
+        check_rows(chunk, np.arange(32 * number, 32 * number + 32))
+    if how == "only reads":
+        check_rows(other.batch(), np.arange(64))
+        other.close()
+    shutil.copytree(tmp_path / "table", tmp_path / "copy")  # as on another machine
+    with ExperienceTable.open(tmp_path / "copy") as again:
+        check_rows(again.batch(), np.arange(64))
+
+
 def write_then_go_on(name: str, here: Connection) -> None:
     table = ExperienceTable.open(name)
     table.append(batch_of(0, 64))

@@ -192,6 +192,26 @@ def test_a_forgotten_presence_is_dead(tmp_path: Path) -> None:
     assert not Presence.alive_in(tmp_path, 1)
 
 
+def test_who_only_reads_or_has_left_keeps_pins_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    owner, left = Presence(folder), Presence(folder)
+    reader = Presence(folder, only_reads=True)
+    assert sorted(folders.living(folder)) == [1, 2]
+    left.pin(7)
+    reader.pin(8)
+    left.leave()
+    assert list(folders.living(folder)) == [1]
+    assert owner.pinned([7, 8, 9]) == {7, 8}
+    assert [Presence.alive_in(folder, slot) for slot in (1, 2, 3)] == [True, False, False]
+    assert in_child(lambda: reader.pin(9) or str(list(folders.living(folder))).encode()) == b"[1]"
+    assert not folders.remove_folder(folder)
+    assert folders.remove_folder(folder, own_slot=owner.slot)
+    for presence in (owner, left, reader):
+        presence.unpin(7)
+        presence.close()
+
+
 def test_pins_of_a_private_table_are_counted() -> None:
     presence = LocalPresence()
     presence.pin(1)
