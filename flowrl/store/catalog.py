@@ -381,6 +381,8 @@ class Catalog:
     def group_of(self, number: int) -> tuple[int, int]:
         """First row and end of the group a row is in."""
         place = bisect_right(self.groups, number) - 1
+        if place < 0:  # rows of a state that knew no groups
+            return number, number + 1
         end = self.groups[place + 1] if place + 1 < len(self.groups) else self.appended
         return self.groups[place], end
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from flowrl.errors import DataError, SchemaError, StoreError, WaitTimeout
 from flowrl.schema.columns import Column
@@ -25,10 +26,10 @@ from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import layout as layouts
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import HOT, Catalog, NodeState, Piece, Record, Segment, cut
-from flowrl.store.columns import inner_lengths, to_stored
+from flowrl.store.columns import check_storable, inner_lengths, to_stored
 from flowrl.store.incoming import Incoming
 from flowrl.store.intervals import Pairs, RowSet, length
-from flowrl.store.reading import View, parsed_layouts
+from flowrl.store.reading import View, check_columns, parsed_layouts
 from flowrl.store.rows import RowBatch
 from flowrl.store.writing import blocks_of, moved, write
 
@@ -290,6 +291,7 @@ def _full_text(catalog: Catalog, bounds: Bounds, lacking: str) -> str:
 
 def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeout_s: float) -> None:
     """A column for all rows held; see `ExperienceTable.add_column`."""
+    check_storable(name, kind)
     Column(name, kind)
     segments: list[Segment] = []
     with backing.transaction(timeout_s) as catalog:
@@ -314,46 +316,83 @@ def add_column(backing: Backing, name: str, values: Any, kind: ColumnType, timeo
             raise
 
 
-def fill(backing: Backing, name: str, numbers: Any, values: Any, timeout_s: float) -> int:
-    """A column's values for some rows; see `ExperienceTable.fill`."""
-    rows = np.asarray(numbers)
-    if rows.size and rows.dtype.kind not in "iu":
-        raise SchemaError(f"fill needs row numbers, as append returns them; found {rows.dtype}")
-    rows = rows.astype(np.int64)
-    if rows.ndim != 1 or len(np.unique(rows)) != len(rows):
+def fill(
+    backing: Backing,
+    columns: Mapping[str, Any],
+    numbers: Any,
+    timeout_s: float,
+    *,
+    keep_existing: bool = False,
+    also: Sequence[Record] = (),
+) -> int:
+    """Columns' values for some rows; see `ExperienceTable.fill`.
+
+    Args:
+        also: records to commit with them.
+    """
+    rows = row_numbers("fill", numbers)
+    if len(np.unique(rows)) != len(rows):
         raise SchemaError(f"fill needs each row number once; found {rows.tolist()[:12]}")
     segments: list[Segment] = []
     with backing.transaction(timeout_s) as catalog:
-        column = catalog.columns[name]
-        ready = column.ready
+        check_columns(catalog, list(columns))
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= catalog.appended):
             raise DataError(
                 f"fill was given row number {rows.min() if rows.min() < 0 else rows.max()}; {catalog.appended} rows "
                 "were ever appended, numbered from 0"
             )
-        stored, kind = to_stored(name, values, column.type, len(rows))
-        batch = RowBatch.of_stored({name: stored}, {name: kind}, len(rows))
         order = np.argsort(rows, kind="stable")
         asked = RowSet.of(rows)
-        there = RowSet(pair for a, b in asked for pair in catalog.alive.clip(a, b))
-        if double := [pair for a, b in there for pair in ready.clip(a, b)]:
-            raise SchemaError(
-                f"row number {double[0][0]} has a value of '{name}' already; values are never overwritten"
-            )
-        if not there:
-            return 0
-        keep = np.isin(rows[order], there.numbers(), assume_unique=True)
-        batch = batch.take(order[keep])
+        alive = RowSet(pair for a, b in asked for pair in catalog.alive.clip(a, b))
+        filled = 0
+        records: list[Record] = []
         try:
-            segments = _write_runs(backing, batch, _runs(catalog, there.pairs()))
-            records: list[Record] = [{"kind": "segments", "new": [s.to_json() for s in segments], "change": True}]
-            if kind != column.type:
-                records.insert(0, {"kind": "columns", "columns": [[name, str(kind), column.required, column.doc]]})
-            backing.commit(*records)
+            for name, values in columns.items():
+                column = catalog.columns[name]
+                stored, kind = to_stored(name, values, column.type, len(rows))
+                there = _without(alive, column.ready, name, keep_existing)
+                if not there:
+                    continue
+                filled = max(filled, len(there))
+                batch = RowBatch.of_stored({name: stored}, {name: kind}, len(rows))
+                batch = batch.take(order[np.isin(rows[order], there.numbers(), assume_unique=True)])
+                made = _write_runs(backing, batch, _runs(catalog, there.pairs()))
+                segments += made
+                if kind != column.type:
+                    records.append({"kind": "columns", "columns": [[name, str(kind), column.required, column.doc]]})
+                records.append({"kind": "segments", "new": [s.to_json() for s in made], "change": True})
+            if records or also:
+                backing.commit(*records, *also)
         except BaseException:
             backing.discard_uncommitted(segments)
             raise
-        return len(there)
+        return filled
+
+
+def _without(rows: RowSet, ready: RowSet, name: str, keep_existing: bool) -> RowSet:
+    """The rows that lack the column. Errors: SchemaError for one that has it, unless those are to be kept."""
+    double = [pair for a, b in rows for pair in ready.clip(a, b)]
+    if not double:
+        return rows
+    if not keep_existing:
+        raise SchemaError(
+            f"row number {double[0][0]} has a value of '{name}' already; values are never overwritten. Filling it again is "
+            f"right when a process died between filling and done(): then fill(..., keep_existing=True), or end the claim with "
+            "claim.fill, which does both at once"
+        )
+    left = rows.copy()
+    left.difference_update(double)
+    return left
+
+
+def row_numbers(what: str, numbers: Any) -> np.ndarray:
+    """Row numbers as int64 [N]. Errors: SchemaError for anything else."""
+    rows = np.asarray(numbers)
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise SchemaError(
+            f"{what} needs a list of row numbers, as append returns them; found {rows.dtype} of shape {rows.shape}"
+        )
+    return rows.astype(np.int64)
 
 
 def _runs(catalog: Catalog, pairs: Pairs) -> Pairs:
@@ -528,6 +567,7 @@ def state(backing: Backing) -> dict[str, Any]:
 
 def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
     """Become the table of `saved`. In a transaction."""
+    _check_saved(saved)
     fresh = Catalog()
     fresh.settings = backing.catalog.settings
     segments: list[Segment] = []
@@ -562,6 +602,25 @@ def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
     backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
 
 
+def _check_saved(saved: Mapping[str, Any]) -> None:
+    """Errors: DataError for something that `state` did not return."""
+    lacking = [key for key in ("rows", "groups", "appended", "evicted", "version") if key not in saved]
+    if lacking:
+        raise DataError(f"restore needs what state() returned; '{lacking[0]}' is missing")
+    rows = 0
+    if saved["rows"] is not None:
+        try:
+            rows = len(RowBatch.from_ipc(saved["rows"]))
+        except (pa.ArrowException, TypeError, OSError) as error:
+            raise DataError(f"restore needs what state() returned; its rows cannot be read: {error}") from error
+    pairs = saved.get("numbers", [(saved["appended"] - rows, saved["appended"])] if rows else [])
+    if length((a, b) for a, b in pairs) != rows or any(not 0 <= a < b <= saved["appended"] for a, b in pairs):
+        raise DataError(
+            f"restore needs what state() returned; it has {rows} rows, the numbers {pairs[:4]} and "
+            f"{saved['appended']} rows ever appended"
+        )
+
+
 def _column(column: Column, required: bool) -> list[Any]:
     return [column.name, str(column.type), required, column.doc]
 
@@ -589,4 +648,15 @@ def _restore_rows(
     return chunks
 
 
-__all__ = ["Bounds", "add_column", "append", "evict", "fill", "make_room", "merge_full_chunks", "restore", "state"]
+__all__ = [
+    "Bounds",
+    "add_column",
+    "append",
+    "evict",
+    "fill",
+    "make_room",
+    "merge_full_chunks",
+    "restore",
+    "row_numbers",
+    "state",
+]

@@ -12,7 +12,7 @@ waiting -> claimed -> done                a consumer that dies gives its claims 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import numpy as np
 from flowrl.errors import ConfigError, DataError, FlowError, StoreError, WaitTimeout
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import Catalog, Record
+from flowrl.store.changes import fill
 from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.laying import Layer
 from flowrl.store.reading import View, check_columns
@@ -80,6 +81,25 @@ class Claim:
     def _laid_out(self, layout: str, multiple: int) -> dict[str, Any]:
         layer = Layer(self.view, list(self.view.types), layout, multiple)
         return layer.lay_out(np.arange(self.view.num_rows), self.backing.carrier())
+
+    def fill(self, columns: Mapping[str, Any]) -> None:
+        """Give the rows their values of columns that came later, and be done with them: both or neither, whatever happens.
+
+        Args:
+            columns: by name, one value (or list) for each row, in the claim's order.
+
+        Errors: as `ExperienceTable.fill`.
+        """
+        if not self.is_open:
+            raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
+        done = {"kind": "done", "node": self.node, "token": self._token}
+        with self.backing.transaction() as catalog:
+            if not still_claims(catalog, done):
+                self.end()
+                raise StoreError(_gone_text(self.node))
+            # rows of a consumer that died after filling them keep what they have
+            fill(self.backing, columns, self.numbers, self.backing.timeout_s, keep_existing=True, also=[done])
+        self.end()
 
     def done(self) -> None:
         """The rows are used: no consumer of the node is given them again."""
@@ -187,6 +207,10 @@ def claim(
         also: a record to commit with the claim, or before waiting for it.
         unit: rows of a batch; no batch of fewer than `at_least` rows is left over at the end of a claim.
     """
+    if not isinstance(node, str) or not node:
+        raise ConfigError(f"a node is named by a text, such as 'update'; found {node!r}")
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s < float("inf"):
+        raise ConfigError(f"claim needs wait_s in seconds, and an end to every wait; found {wait_s!r}")
     for name, value in (("rows", rows), ("at_least", at_least)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"claim needs {name} of at least 1; found {value!r}")
@@ -356,10 +380,10 @@ class Stream(Iterator["Batch"]):
     def _claim_more(self) -> bool:
         before = self._claim
         also = None if before is None else before.part_done(self._told, self._used)
+        taken = self._take(self._batch_rows * self._ahead, also)  # tells of the last one, too
         if before is not None:
-            self._claim = None
-            before.end()  # told with the next claim
-        self._claim = self._take(self._batch_rows * self._ahead, also)
+            before.end()
+        self._claim = taken
         self._told = self._used = self._next = 0
         self._told_at = time.monotonic()
         if self._claim is None:

@@ -9,6 +9,7 @@ Nothing here guesses: what does not fit the declared type is refused with the co
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -151,7 +152,7 @@ def _to_array(name: str, values: Any, kind: ColumnType) -> np.ndarray:
         if isinstance(values, dict | set) or not isinstance(values, Iterable) or isinstance(values, str | bytes):
             _refuse_single(name, values) if not isinstance(values, dict | set) else None
             raise SchemaError(f"column '{name}' needs an array or a list of values; found {type(values).__name__}")
-        values = list(values) if not hasattr(values, "__array__") else np.asarray(values)
+        values = list(values) if not hasattr(values, "__array__") else _as_array(name, values, "its values")
     if isinstance(values, np.ndarray) and values.ndim == 0:
         _refuse_single(name, values.item())
     if kind.dtype in ("str", "bytes"):
@@ -204,9 +205,11 @@ def _flatten(name: str, rows: list[Any], kind: ColumnType) -> tuple[np.ndarray, 
     for index, row in enumerate(rows):
         if row is None:
             raise DataError(f"column '{name}' has no value in row {index}; use an empty list if nothing is meant")
+        if not isinstance(row, Sequence | np.ndarray) and hasattr(row, "__array__"):
+            row = _as_array(name, row, f"row {index}")
         is_list = row.ndim > 0 if isinstance(row, np.ndarray) else isinstance(row, Sequence)
         if isinstance(row, str | bytes) or not is_list:
-            raise SchemaError(f"column '{name}' has type {kind}, a list per row; row {index} is {row!r}")
+            raise SchemaError(f"column '{name}' has type {kind}, a list per row; row {index} is {reprlib.repr(row)}")
         if is_text:
             part = np.empty(len(row), object)
             part[:] = list(row)
@@ -221,6 +224,17 @@ def _flatten(name: str, rows: list[Any], kind: ColumnType) -> tuple[np.ndarray, 
         return np.concatenate(parts), offsets
     except ValueError as error:  # inner shapes differ between rows
         raise SchemaError(f"column '{name}' needs values of one shape in all rows: {error}") from error
+
+
+def _as_array(name: str, value: Any, where: str) -> np.ndarray:
+    """A tensor of another library as an array. Errors: SchemaError when NumPy has no such numbers."""
+    try:
+        return np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SchemaError(
+            f"column '{name}' was given a {type(value).__name__} in {where} that NumPy cannot take: {error}. For a torch tensor: "
+            ".detach().cpu().float()"
+        ) from error
 
 
 def _texts(name: str, values: Any, kind: ColumnType) -> np.ndarray:

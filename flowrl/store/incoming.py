@@ -7,7 +7,8 @@ A list of dicts whose arrays have the right dtypes already is written without an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from flowrl.errors import DataError, SchemaError
 from flowrl.schema.columns import Column, TableSchema, nearest
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import ColumnType
-from flowrl.store.columns import inner_lengths
+from flowrl.store.columns import check_storable, inner_lengths
 from flowrl.store.layout import Prepared, prepare, prepare_rows
 from flowrl.store.rows import RowBatch
 
@@ -62,8 +63,9 @@ def incoming(
         version: of the table's columns, which `schema` is.
         later: columns that rows need not bring; a column that some rows bring and others get later is refused.
     """
+    _check_types(types, rows)
     wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
-    if keep_together is None and _are_plain(rows) and len(rows):
+    if keep_together is None and _are_plain(rows) and rows and rows[0]:
         found = _plain_types(rows[0], types, wanted)
         if found is not None:
             return Incoming(len(rows), found, None, rows, fits=-1 if wanted is None else version)
@@ -76,6 +78,28 @@ def incoming(
             batch = batch.take(order)  # rows of a group become neighbours
     is_known = wanted is not None and all(isinstance(n, int) for c in wanted for n in inner_lengths(c.type))
     return Incoming(len(batch), batch.types, batch, (), groups, version if is_known else -1)
+
+
+def _check_types(types: Any, rows: Any) -> None:
+    """Types are column types, of columns that the rows have."""
+    if not types:
+        return
+    if not isinstance(types, Mapping):
+        raise SchemaError(f"types= maps a column's name to its type; found {type(types).__name__}")
+    for name, kind in types.items():
+        check_storable(name, kind)
+    names = _names_of(rows)
+    for name in types if names else ():
+        if name not in names:
+            raise SchemaError(f"types= names a column '{name}' that the rows to append lack; {nearest(name, names)}")
+
+
+def _names_of(rows: Any) -> Collection[str]:
+    if isinstance(rows, RowBatch):
+        return rows.names
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        return list(rows.schema.names)
+    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], Mapping) else ()
 
 
 def _are_plain(rows: Any) -> bool:
@@ -144,15 +168,53 @@ def as_batch(rows: Any, types: dict[str, ColumnType], schema: TableSchema | None
             rows, {name: known[name] for name in rows.schema.names if name in known and name in untold}
         )
     if isinstance(rows, Mapping) or not isinstance(rows, Sequence):
-        raise SchemaError(f"append takes a RowBatch, an Arrow table or a list of dicts; found {type(rows).__name__}")
+        raise SchemaError(
+            f"append takes a RowBatch, an Arrow table or a list of dicts; found {type(rows).__name__}. {_instead(rows)}"
+        )
+    other = next((place for place, row in enumerate(rows) if not isinstance(row, Mapping)), None)
+    if isinstance(rows, str | bytes) or other is not None:
+        found = rows if isinstance(rows, str | bytes) else rows[other or 0]
+        raise SchemaError(
+            f"append takes a RowBatch, an Arrow table or a list of dicts; {'' if found is rows else f'row {other} is '}"
+            f"{reprlib.repr(found)}"
+        )
+    if rows and not rows[0]:
+        raise SchemaError("row 0 has no columns; a row has at least one")
     names = [c.name for c in columns] if schema is not None else list(rows[0]) if rows else []
     names += [name for row in rows[:1] for name in row if name not in names]
     for name in names:
         if name not in known:
             raise SchemaError(
-                f"column '{name}' is no standard column; say its type: append(rows, types={{'{name}': fr.SAMPLE.f32}})"
+                f"column '{name}' is no standard column; say its type: append(rows, types={{'{name}': {_likely(rows[0][name])}}})"
             )
     return RowBatch.from_rows(rows, {name: known[name] for name in names})
+
+
+def _instead(rows: Any) -> str:
+    """What to write for other forms of a table."""
+    if isinstance(rows, Mapping):
+        return "Of lists by column, make dicts by row: [dict(zip(d, row)) for row in zip(*d.values())], or a pyarrow.table(d)"
+    if hasattr(rows, "to_arrow"):
+        return "Write .to_arrow()"
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        return "Write .to_dict('records'), or pyarrow.Table.from_pandas(...)"
+    return "Write list(...)" if hasattr(rows, "__iter__") else "Put the rows into a list"
+
+
+def _likely(value: Any) -> str:
+    """The type a value of an undeclared column looks like."""
+    if isinstance(value, str | bytes):
+        return f"fr.SAMPLE.{type(value).__name__}"
+    try:
+        array = np.asarray(value)
+    except Exception:  # a tensor that NumPy cannot take, or an object of any other library
+        return "fr.SAMPLE.f32"
+    dtypes = {"b": "bool", "i": "i64", "u": "i64", "U": "str", "f": "f16" if array.dtype == np.float16 else "f32"}
+    dtype = dtypes.get(array.dtype.kind, "f32")
+    if array.ndim == 0:
+        return f"fr.SAMPLE.{dtype}"
+    inner = "".join(f", {length}" for length in array.shape[1:])
+    return f'fr.SAMPLE.{dtype}["*"{inner}]'
 
 
 def check_groups(groups: Sequence[int], keep_together: str | None, max_rows: int | None) -> None:

@@ -359,7 +359,16 @@ class RowBatch:
         schema = self.schema.to_arrow()
         if not self._columns:
             schema = schema.with_metadata({**(schema.metadata or {}), _NUM_ROWS: str(self._num_rows).encode()})
-        return pa.Table.from_arrays([to_arrow(v, self._types[n]) for n, v in self._columns.items()], schema=schema)
+        arrays = []
+        for name, values in self._columns.items():
+            try:
+                arrays.append(to_arrow(values, self._types[name]))
+            except UnicodeError as error:
+                raise DataError(
+                    f"column '{name}' has text that is not Unicode (half a surrogate pair, {error}), which Arrow cannot hold; "
+                    "decode it with errors='replace', or store it as bytes"
+                ) from error
+        return pa.Table.from_arrays(arrays, schema=schema)
 
     @classmethod
     def from_arrow(cls, table: pa.Table | pa.RecordBatch, types: Mapping[str, ColumnType] | None = None) -> RowBatch:
@@ -383,9 +392,13 @@ class RowBatch:
         """
         for index, row in enumerate(rows):
             for name in types:
-                if name not in row or row[name] is None:
+                if name not in row:
                     raise DataError(
                         f"row {index} has no value for column '{name}'; it has {', '.join(row) or 'nothing'}"
+                    )
+                if row[name] is None:
+                    raise DataError(
+                        f"row {index} has no value for column '{name}': it is None; fill it or drop the row"
                     )
             for name in row:
                 if name not in types:

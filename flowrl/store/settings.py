@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.schema.columns import nearest
 
 COMPRESSIONS = ("lz4", "zstd", "auto")
 CHOICES = {
@@ -23,16 +23,18 @@ def check_settings(settings: Mapping[str, Any], path: str | Path | None) -> None
         value = settings[name]
         least = 0 if name == "hot_bytes" else 1
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"ExperienceTable needs {name} of at least {least}; found {value!r}")
+            raise ConfigError(f"ExperienceTable needs {name} of at least {least}, a whole number; found {value!r}")
     if settings["chunk_rows"] is None:
         raise ConfigError("ExperienceTable needs chunk_rows of at least 1; found None")
     for name, choices in CHOICES.items():
         if settings[name] not in choices:
             shown = ", ".join(repr(choice) for choice in choices)
-            raise ConfigError(
-                f"ExperienceTable's {name} is one of {shown}; found {settings[name]!r}; "
-                f"{nearest(str(settings[name]), [str(c) for c in choices if c])}"
-            )
+            near = difflib.get_close_matches(str(settings[name]), [str(c) for c in choices if c], 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"ExperienceTable's {name} is one of {shown}; found {settings[name]!r}{hint}")
+    key = settings["keep_together"]
+    if key is not None and (not isinstance(key, str) or not key):
+        raise ConfigError(f"ExperienceTable's keep_together is a column's name; found {key!r}")
     timeout_s = settings["timeout_s"]
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"ExperienceTable needs timeout_s above 0, and an end to every wait; found {timeout_s!r}")

@@ -20,7 +20,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -112,7 +112,9 @@ class ExperienceTable:
         check_settings(settings, path)
         if compression is not None and hot_bytes is None:
             settings["hot_bytes"] = HOT_BYTES
-        folder = None if path is None else Path(path)
+        if schema is not None and not isinstance(schema, TableSchema):
+            raise ConfigError(f"an ExperienceTable takes a TableSchema first; found {schema!r}. A folder: path='...'")
+        folder = None if path is None else Path(path).expanduser()
         self._start(opening.create(settings, folder, memory, _open_and_close), readonly=False)
         if schema is not None and len(schema):
             columns = [[c.name, str(c.type), True, c.doc] for c in schema]
@@ -222,7 +224,14 @@ class ExperienceTable:
 
     def __getitem__(self, name: str) -> Any:
         """All values of a column: an array [N, *inner] or a `Ragged`."""
+        if not isinstance(name, str):
+            raise SchemaError(
+                f"table[...] takes a column's name; found {name!r}. For rows: take([0]), scan(), or batch()"
+            )
         return self.batch([name])[name]
+
+    def __iter__(self) -> NoReturn:
+        raise SchemaError("a table is read by scan() (chunk after chunk), loader() (batches) or batch() (all rows)")
 
     def __repr__(self) -> str:
         if self._backing.closed:
@@ -281,23 +290,22 @@ class ExperienceTable:
         changes.add_column(self._backing, name, values, kind, self.timeout_s)
         self._mover.poke()
 
-    def fill(self, name: str, numbers: Any, values: Any) -> int:
+    def fill(self, name: str, numbers: Any, values: Any, *, keep_existing: bool = False) -> int:
         """Give some rows their value of a column that was declared with `add_column(name, None, kind)`.
 
         Args:
             numbers: row numbers, as `append` returned them or a claim has them; in any order.
             values: one value (or list) for each.
+            keep_existing: rows that have a value keep it, instead of an error. (`Claim.fill` ends the claim with it.)
 
-        Returns: rows that were still there; values of evicted rows are dropped.
+        Returns: rows that were given a value; those of evicted rows are dropped.
 
         Errors: SchemaError for an unknown column, a value that is there already or of a wrong type; DataError for a row
         number that was never given out.
         """
         self._check_writable()
         self._mover.raise_error()
-        with self._backing.mutex:
-            check_columns(self._now(), name)
-        filled = changes.fill(self._backing, name, numbers, values, self.timeout_s)
+        filled = changes.fill(self._backing, {name: values}, numbers, self.timeout_s, keep_existing=keep_existing)
         changes.merge_full_chunks(self._backing, self.chunk_rows, self.timeout_s)
         self._mover.poke()
         return filled
@@ -305,7 +313,7 @@ class ExperienceTable:
     def evict(self, numbers: Any) -> int:
         """Drop the given rows (row numbers), except claimed ones and groups with one. Returns how many went."""
         self._check_writable()
-        return changes.evict(self._backing, RowSet.of(np.asarray(numbers, np.int64)).pairs(), self.timeout_s)
+        return changes.evict(self._backing, RowSet.of(changes.row_numbers("evict", numbers)).pairs(), self.timeout_s)
 
     def finish(self) -> None:
         """Say that no more rows will come: streams end when everything is used."""
@@ -384,8 +392,16 @@ class ExperienceTable:
 
     def find(self, column: str, values: Sequence[Any]) -> np.ndarray:
         """Index (as `take` counts) of the newest row with each value of a text or integer column, -1 where none has it."""
-        batch = self.batch([column])
-        places = {value: index for index, value in enumerate(batch[column].tolist())}
+        if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+            raise SchemaError(
+                f"find needs a list of values; found {values!r}. For one value: find({column!r}, [{values!r}])"
+            )
+        found = self.batch([column])[column]
+        if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind == "f":
+            raise SchemaError(
+                f"find looks in a column of one text or integer per row; '{column}' is {self.schema[column].type}"
+            )
+        places = {value: index for index, value in enumerate(found.tolist())}
         return np.asarray([places.get(value, -1) for value in values], np.int64)
 
     def to_arrow(self) -> pa.Table:

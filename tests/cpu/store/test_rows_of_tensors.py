@@ -45,5 +45,5 @@ def test_wider_tensors_are_converted_as_arrays_are() -> None:
     "tensor", [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta")]
 )
 def test_tensors_without_an_array_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(SchemaError, match="row 1 is tensor"):
+    with pytest.raises(SchemaError, match="Tensor in row 1 that NumPy cannot take"):
         prepare_rows([{"values": torch.zeros(2)}, {"values": tensor}], {"values": TOKEN.f32})

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowrl.errors import SchemaError, StoreError
+from flowrl.errors import ConfigError, DataError, SchemaError, StoreError, WaitTimeout
 from flowrl.schema import PROMPT, SAMPLE
-from flowrl.store import changes
+from flowrl.store import changes, claims
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
 
@@ -192,3 +192,100 @@ def test_closing_a_copy_in_a_child_that_used_it_leaves_the_table() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         claim = rows.claim("update", 8)
         assert claim is not None and len(claim) == 8, "the child's claim was given back when it left"
+
+
+def test_a_wrong_type_is_refused_before_it_is_in_the_log() -> None:
+    with ExperienceTable() as rows:
+        rows.append(numbers(0, 2))
+        for wrong in ("f32", float, np.float32, SAMPLE, SAMPLE.f32[0]):
+            with pytest.raises(SchemaError, match="column 'score'"):
+                rows.add_column("score", None, wrong)  # type: ignore[arg-type]
+            with pytest.raises(SchemaError, match="column 'score'"):
+                rows.append([{"prompt_id": "a", "number": 1, "score": 1.0}], {"score": wrong})  # type: ignore[dict-item]
+        for node in (("a",), None, 3, ""):
+            with pytest.raises(ConfigError, match="a node is named by a text"):
+                rows.claim(node, 1)  # type: ignore[arg-type]
+        with ExperienceTable.open(rows.name) as other:
+            assert len(other) == 2
+
+
+def test_a_judge_that_dies_between_fill_and_done_stops_nobody() -> None:
+    rows = private()
+    rows.append(numbers(0, 4))
+    rows.add_column("reward", None, SAMPLE.f32)
+    claim = rows.claim("judge", 4, columns=["number"])
+    assert claim is not None
+    rows.fill("reward", claim.numbers[:2], [1.0, 2.0])
+    claim.release()  # as when its process dies
+    again = rows.claim("judge", 4, columns=["number"])
+    assert again is not None
+    with pytest.raises(SchemaError, match="row number 0 has a value of 'reward' already.*claim.fill"):
+        rows.fill("reward", again.numbers, [5.0, 6.0, 7.0, 8.0])
+    again.fill({"reward": [5.0, 6.0, 7.0, 8.0]})
+    assert rows["reward"].tolist() == [1.0, 2.0, 7.0, 8.0]
+    assert not again.is_open
+    assert rows.claim("judge", 4, columns=["number"]) is None, "filled and done, in one"
+
+
+def test_a_stream_keeps_its_claim_until_the_next_one_is_told() -> None:
+    rows = private()
+    rows.append(numbers(0, 4))
+    stream = rows.stream("update", 2, columns=["number"], ahead=1)
+    next(stream)
+
+    def late(*_: Any, **__: Any) -> None:
+        raise WaitTimeout("the lock")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "claim", late)
+        with pytest.raises(WaitTimeout):
+            next(stream)
+    found = rows.claim("update", 4, columns=["number"])
+    assert found is not None
+    assert found.numbers.tolist() == [2, 3], "the first batch was used, and is not given out again"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"number": [1]}, "dicts by row"),
+        ("abc", "a list of dicts; 'abc'"),
+        ([numbers(0, 1), None], "row 0 is"),
+        ([{"number": 1}, "x"], "row 1 is 'x'"),
+        ([{}], "row 0 has no columns"),
+        ([{"number": 1, "source": "web"}], "append(rows, types={'source': fr.SAMPLE.str})"),
+        ([{"number": 1, "scores": [0.5, 1.0]}], 'fr.SAMPLE.f32["*"]'),
+        ([{"number": None}], "row 0 has no value for column 'number': it is None"),
+        ((row for row in ()), "Write list(...)"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused_with_what_to_write(given: Any, says: str) -> None:
+    rows = private()
+    rows.add_column("later", None, SAMPLE.f32)
+    with pytest.raises((SchemaError, DataError)) as caught:
+        rows.append(
+            given, {"number": SAMPLE.i64} if isinstance(given, list) and given[0] and "number" in given[0] else None
+        )
+    assert says in str(caught.value)
+    assert len(rows) == 0
+
+
+def test_small_slips_are_told_apart() -> None:
+    rows = private()
+    rows.append(numbers(0, 4))
+    with pytest.raises(SchemaError, match=r"For rows: take\(\[0\]\)"):
+        rows[0]  # type: ignore[index]
+    with pytest.raises(SchemaError, match="scan"):
+        list(rows)
+    with pytest.raises(SchemaError, match="find needs a list of values"):
+        rows.find("prompt_id", "p0")
+    with pytest.raises(SchemaError, match="evict needs a list of row numbers"):
+        rows.evict([1.5])
+    with pytest.raises(SchemaError, match="types= names a column 'nmuber'.*did you mean 'number'"):
+        rows.append([{"prompt_id": "a", "number": 1}], {"nmuber": SAMPLE.i64})
+    with pytest.raises(ConfigError, match="A folder: path="):
+        ExperienceTable("replay")  # type: ignore[arg-type]
+    for saved in ({}, {**rows.state(), "rows": b"x"}, {**rows.state(), "appended": 1}):
+        with pytest.raises(DataError, match=r"restore needs what state\(\) returned"):
+            rows.restore(saved)
+    assert len(rows) == 4
