@@ -134,6 +134,13 @@ def test_a_measured_time_goes_before_the_formula() -> None:
         Ring(A100, ranks=1, nodes=2)
 
 
+def test_starts_and_cards_by_hand() -> None:
+    two_nodes = Ring.neighbours(A100, 16)
+    assert two_nodes.broadcast_s(1) == pytest.approx(16 * 8e-6, rel=1e-6)
+    assert two_nodes.all_to_all_s(1e9) == pytest.approx(8 / 16 * 1e9 / (25e9 * 0.85) + 8e-6)
+    assert Ring.neighbours(A100, 8).all_to_all_s(1e9) == pytest.approx(7 / 8 * 1e9 / 240e9 + 8e-6)
+
+
 # --------------------------------------------------------------------------------------------------------- offload
 
 
@@ -179,6 +186,18 @@ def test_parking_the_rest_leaves_nothing_behind() -> None:
         state_cost(SMALL, A100, shards=8, park_weights=True)
     with pytest.raises(ConfigError, match="at least one shard"):
         state_cost(SMALL, A100, shards=0)
+
+
+def test_streamed_copies_by_hand() -> None:
+    params = SMALL.params()
+    full = state_cost(SMALL, A100, shards=8, offload=Offload.STREAM_ALL)
+    assert full.to_device_s == pytest.approx(8 * params / 8 / 12.5e9)
+    assert full.to_host_s == pytest.approx(4 * params / 8 / 12.5e9)
+    adapted = SMALL.with_lora(8)
+    lora = state_cost(adapted, A100, shards=8, offload=Offload.STREAM_ALL)
+    trained = adapted.lora_params()
+    assert lora.to_device_s == pytest.approx(2 * (2 * params + 4 * trained) / 8 / 12.5e9)
+    assert lora.host_bytes == 2 * params + 16 * trained
 
 
 def test_the_cpu_rate_is_per_node() -> None:
@@ -235,6 +254,31 @@ def test_what_is_split_is_divided(shape: ModelShape, ranks: int) -> None:
     assert cut.logit_bytes == pytest.approx(whole.logit_bytes / ranks)
 
 
+def test_what_a_layer_keeps_by_hand() -> None:
+    qwen3 = ModelShape.of("Qwen3-8B")  # norms over the heads of queries and keys
+    plain = 16 * 4096 + 4 * 4096 + 4 * 1024 + 4 * 32 + 8 * 12_288 + 8
+    assert activation_token_bytes(qwen3) == plain + 6 * (4096 + 1024) + 4 * (32 + 8)
+    gemma = ModelShape.of("gemma-2b")  # norms that keep an fp32 factor
+    assert activation_token_bytes(gemma) == 20 * 2048 + 4 * 2048 + 4 * 256 + 4 * 8 + 8 * 16_384 + 8
+    experts = 16 * 2048 + 4 * 4096 + 4 * 512 + 4 * 32 + 8 * 8 * 768 + 8 + 4 * 8 * 2048
+    assert activation_token_bytes(MOE) == experts + 6 * (4096 + 512) + 4 * (32 + 4)
+
+
+def test_adapters_and_contexts_and_heads_in_training_memory() -> None:
+    lora = SMALL.with_lora(8)
+    found = train_memory(lora, A100, shards=8, tokens=4096)
+    assert found.gradient_bytes == 6 * lora.lora_params() / 24
+    assert found.state_bytes == (2 * SMALL.params() + 16 * lora.lora_params()) / 8
+    halves = train_memory(SMALL, A100, shards=8, tokens=4096, context_parallel=2, chunk=None)
+    whole = train_memory(SMALL, A100, shards=8, tokens=4096, chunk=None)
+    assert 2 * halves.activation_bytes == whole.activation_bytes and 2 * halves.logit_bytes == whole.logit_bytes
+    lm = ModelShape.of("Qwen2.5-7B")
+    lm_bytes, value_bytes = (
+        train_memory(shape, A100, shards=8, tokens=1).gather_bytes for shape in (lm, lm.with_head("value"))
+    )
+    assert lm_bytes - value_bytes == 2 * lm.embedding_params()
+
+
 def test_logits_by_loss_and_chunk() -> None:
     assert logit_bytes(SMALL, 4096, chunk=None) == 14 * 151_936 * 4096
     assert logit_bytes(SMALL, 4096) == logit_bytes(SMALL, 1024, chunk=None)
@@ -274,6 +318,8 @@ def test_cache_grows_more_than_in_proportion_to_devices() -> None:
     assert found[1] > 2 * found[0] and found[2] > 2 * found[1]
     assert found[3] < 1.2 * found[2]  # 4 key-value heads: each is held twice by 8 devices
     assert cache_capacity_tokens(ModelShape.of("Llama-2-70b-hf"), A100) == 0
+    pool = 0.9 * A100.device.memory_bytes - 2 * shape.params() / 4 - 3 * 2**30
+    assert cache_capacity_tokens(shape, A100, tensor_parallel=2, pipeline=2) == pytest.approx(4 * pool / 57_344)
 
 
 # ---------------------------------------------------------------------------------------------------- training step
@@ -339,6 +385,18 @@ def test_adapters_reduce_next_to_nothing() -> None:
     assert 0.7 * full.compute_s < lora.compute_s < 0.8 * full.compute_s
     assert lora.communication_s < 0.6 * full.communication_s
     assert lora.optimizer_s < 0.01 * full.optimizer_s
+
+
+def test_nothing_hides_the_first_gather() -> None:
+    shape = ModelShape.of("Qwen2.5-7B")
+    step = train_step(shape, A100, A100.whole, [4096], tokens=4096)
+    first = shape.root_params() + shape.layer_params(0)
+    assert step.first_gather_s == Ring.neighbours(A100, 16).all_gather_s(2.0 * first)
+
+
+def test_adapters_work_besides_their_matrices() -> None:
+    lora = SMALL.with_lora(8)
+    assert forward_flops(lora, [100]).total - forward_flops(SMALL, [100]).total == 2 * 100 * lora.lora_params()
 
 
 def test_scoring_is_divided_over_devices() -> None:

@@ -59,6 +59,7 @@ def test_replicas_share_the_batch(batch: list[tuple[int, int]], replicas: int) -
         for first in range(min(replicas, len(prompts)))
     ]
     assert found.decode_s == max(one.decode_s for one in alone)
+    assert found.steps == max(one.steps for one in alone)
     assert found.prefill_s == max(one.prefill_s for one in alone)
     assert found.finish_s[0] == alone[0].finish_s[0]
 
@@ -83,6 +84,16 @@ def test_a_step_grows_with_batch_and_context(batch: int, context: float, tp: int
         assert EngineConstants().step_overhead_s < step <= replica.decode_step_s(batch, context + 100)
         assert step <= replica.decode_step_s(2 * batch, context) < 2 * step
     assert REPLICA.decode_step_s(0, 100) == 0
+
+
+def test_a_window_ends_the_growth_of_a_step() -> None:
+    shape = ModelShape.of("gemma-3-1b-pt")  # 22 of 26 layers look back 512 tokens
+    assert len(shape.windowed_layers) == 22
+    full = Replica(replace(shape, window=None, windowed_layers=()), A100)
+    windowed = Replica(shape, A100)
+    assert windowed.decode_step_s(64, 500) == full.decode_step_s(64, 500)
+    grown = windowed.decode_step_s(64, 9512) - windowed.decode_step_s(64, 512)
+    assert grown == pytest.approx(4 / 26 * (full.decode_step_s(64, 9512) - full.decode_step_s(64, 512)))
 
 
 def test_a_spread_of_lengths_costs_time_at_the_same_mean() -> None:
