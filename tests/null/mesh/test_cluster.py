@@ -120,6 +120,7 @@ def test_measured_times_pass_through_their_points() -> None:
     assert TABLE.time_s(10) == 3e-5
     assert TABLE.time_s(4e9) == pytest.approx(4 * 2.1e-3)
     assert TABLE.time_s(1e7) == pytest.approx(math.sqrt(3e-5 * 3e-4))
+    assert TABLE.time_s(math.sqrt(1e8 * 1e9)) == pytest.approx(math.sqrt(3e-4 * 2.1e-3))
 
 
 @given(st.floats(1, 1e12), st.floats(1, 1e12))

@@ -299,6 +299,15 @@ def test_time_of_a_worked_case() -> None:
     assert found.time_s(cluster, is_copied=True) - wire == pytest.approx(2 * 17_246_470_144 / (2.039e12 * 0.7))
 
 
+def test_what_lies_on_the_host_is_what_is_loaded() -> None:
+    """Two whole copies from two halves: each half is loaded once, over an uplink of its own or a shared one."""
+    found = move("Qwen2.5-7B", "f2", "d2")
+    for name, pcie in (("2xH200", 54e9), ("2xA100-80G", 12.5e9)):
+        cluster = Cluster.named(name)
+        load = found.time_s(cluster, host_bytes_per_element=4) - found.time_s(cluster)
+        assert load == pytest.approx(4 * 7_615_616_512 / 2 / pcie)
+
+
 def test_the_network_card_is_the_narrow_place() -> None:
     model = MODELS["Qwen2.5-0.5B"]
     tensors = list(model.tensors())
