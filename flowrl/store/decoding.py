@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ _LONG = 32
 """Mean number of values per row from which rows are copied one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Bytes within a block."""
 
     offset: int
@@ -39,8 +38,7 @@ class Buffer:
         return [self.offset, self.stored] if self.raw is None else [self.offset, self.stored, self.codec, self.raw]
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnLayout:
+class ColumnLayout(NamedTuple):
     """Where one column of a segment lies in its block.
 
     Example:
@@ -219,7 +217,8 @@ def places(
     """Addresses of the rows; None for text and for compressed columns, which must be decoded."""
     if layout.encoding in ("text", "texts") or any(buffer.raw is not None for buffer in layout.buffers):
         return None
-    stored = Stored(layout, root, num_rows, {} if offsets_cache is None else offsets_cache)
+    cache = {} if offsets_cache is None else offsets_cache
+    stored = Stored(layout, root, num_rows, cache)
     base = root.__array_interface__["data"][0] + layout.buffers[0].offset
     size = NUMPY_DTYPES[layout.type.dtype].itemsize * math.prod(layout.inner)
     index = stored.index()
@@ -227,7 +226,10 @@ def places(
         row = np.arange(num_rows) if index is None else index.astype(np.int64)
         return Places(base + size * row, None, False, layout.inner)
     offsets = stored.offsets()
-    lengths = _lengths(offsets)
+    key = ~layout.buffers[-2 if layout.once else -1].offset  # TOKEN columns share lengths as they share offsets
+    lengths = cache.get(key)
+    if lengths is None:
+        lengths = cache[key] = _lengths(offsets)
     is_bits = layout.encoding == "bits"
     address = base + (_bit_starts(lengths, layout.inner)[:-1] if is_bits else size * offsets[:-1])
     if index is not None:

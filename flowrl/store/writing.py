@@ -118,7 +118,7 @@ def compress(
                 pieces.append(kept)
                 at += -(-known.stored // ALIGN) * ALIGN
             buffers.append(known)
-        made.append(replace(column, buffers=tuple(buffers)))
+        made.append(column._replace(buffers=tuple(buffers)))
     if at >= segment.stored_bytes:
         return None
     block, into = backing.allocate(at)

@@ -1,6 +1,5 @@
 """Columns of every type lie in a block and come back bit for bit."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -181,7 +180,7 @@ def test_compressed_columns_are_decoded_and_have_no_places(rows: list[dict[str, 
         raw = root[first.offset : first.offset + first.stored]
         kept = np.frombuffer(encode_buffer(raw, "lz4", itemsize=itemsize, inner=layout.inner), np.uint8)
         buffer = Buffer(prepared.nbytes, len(kept), "lz4", first.stored)
-        encoded = replace(layout, buffers=(buffer, *others))
+        encoded = layout._replace(buffers=(buffer, *others))
         assert ColumnLayout.from_json(encoded.to_json()) == encoded
         found = read((encoded,), np.concatenate([root, kept]), len(rows))
         assert found.equals(batch.select(layout.name))
