@@ -95,6 +95,7 @@ def channels(plan: Plan) -> Iterator[Handoff]:
         arrow_files.ArrowFiles(),
         arrow_files.ArrowFilesLz4(),
         flight.Flight(),
+        flight.Flight(kernel=True),
     ]
     if plan.anchors:
         from benchmarks.tables.anchors import ray_actors

@@ -49,7 +49,9 @@ class TableChannel(Channel):
         stream = self.streams.get(tuple(names))
         if stream is None:
             table = self.tables[tuple(names)]
-            stream = self.streams[tuple(names)] = table.stream("train", BATCH, layout="padded", timeout_s=WAIT_S)
+            stream = self.streams[tuple(names)] = table.stream(
+                "train", BATCH, layout="padded", timeout_s=WAIT_S, ahead=CHUNK // BATCH
+            )
         got = 0
         with kernels.forced(self.kernel):
             while got < num_rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,19 @@ def flat_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dic
     made["response_offsets"] = np.cumsum([0, *(len(row["response_ids"]) for row in rows)])
     for name, dtype in SCALARS.items():
         made[name] = np.array([row[name] for row in rows], dtype)
+    return made
+
+
+def pad_slices(columns: Mapping[str, np.ndarray], names: Sequence[str], first: int, stop: int) -> Batch:
+    """Rows [first, stop) of flat columns by `pad_sequence` over views of the rows: what a user without a kernel writes."""
+    made = {}
+    for name in names:
+        bounds = columns["prompt_offsets" if name == "prompt_ids" else "response_offsets"][first : stop + 1].tolist()
+        rows = [torch.from_numpy(columns[name][a:b]) for a, b in pairwise(bounds)]
+        made[name] = pad_sequence(rows, batch_first=True)
+    for name in SCALARS:
+        if name in columns:
+            made[name] = torch.from_numpy(columns[name][first:stop])
     return made
 
 

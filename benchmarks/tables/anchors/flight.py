@@ -12,7 +12,7 @@ import pyarrow.flight
 
 from benchmarks.tables.anchors.arrow_files import columns_of, record_batch
 from benchmarks.tables.handoff import AHEAD, BATCH, WAIT_S, Channel
-from benchmarks.tables.padding import Batch, Staging, flat_columns, pad_flat
+from benchmarks.tables.padding import Batch, Staging, flat_columns, pad_flat, pad_slices
 
 
 class _Server(pyarrow.flight.FlightServerBase):
@@ -26,10 +26,15 @@ class _Server(pyarrow.flight.FlightServerBase):
 
 
 class Flight(Channel):
+    """Padded by `pad_sequence`, or by the kernel that also pads the other flat columns here."""
+
     name = "Arrow Flight loopback"
 
-    def __init__(self) -> None:
+    def __init__(self, *, kernel: bool = False) -> None:
         super().__init__()
+        self.kernel = kernel
+        if kernel:
+            self.name = f"{self.name}, kernel"
         self.server: Any = None
         self.client: Any = None
         self.writer: Any = None
@@ -63,5 +68,9 @@ class Flight(Channel):
             columns = columns_of(self.server.chunks.get(timeout=WAIT_S), names)
             here = len(columns["reward"])
             for first in range(0, here, BATCH):
-                yield pad_flat(columns, names, first, min(first + BATCH, here), staging)
+                stop = min(first + BATCH, here)
+                if self.kernel:
+                    yield pad_flat(columns, names, first, stop, staging)
+                else:
+                    yield pad_slices(columns, names, first, stop)
             got += here
