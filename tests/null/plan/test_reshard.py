@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout
 from flowrl.plan.boxes import Box, Holding
-from flowrl.plan.reshard import Reshard, aligned, best_order, reshard
+from flowrl.plan.reshard import Reshard, aligned, best_order, received_bytes, reshard
 from tests.null.plan.tensors import MODELS, Tensor
 
 
@@ -167,6 +167,7 @@ def test_what_arrives_is_what_is_needed_once(source: Holding, target: Holding, p
             assert sorted(arrived.pop((tensor.name, device), [])) == sorted(lacking)
             received[device] += 2 * len(lacking)
     assert not arrived
+    assert received_bytes(TENSORS, source, target) == {device: received[device] for device in target.devices}
     assert {device: one.received_bytes for device, one in found.traffic.items()} == {
         device: received[device] for device in found.traffic
     }
