@@ -6,13 +6,13 @@
     with RemoteTable(uri, token) as rows:                        # any other process
         rows.append([{"prompt_id": "a", "response": "4"}])
         with rows.claim("judge", 32, columns=["response"], wait_s=60) as claim:
-            rows.fill("reward", claim.numbers, judge(claim.batch()))
+            claim.fill({"reward": judge(claim.batch())})
 
 What travels is Arrow IPC and JSON, never a pickle. A call says its name and its arguments in JSON:
 
     do_action   describe, stats, declare, done, release, finish, renew, leave     JSON to JSON
     do_get      take, scan, claim: the first page of rows; `more`: the next one   JSON to rows
-    do_put      append, add_column, fill                                          JSON and rows to JSON
+    do_put      append, add_column, fill, fill_claim                              JSON and rows to JSON
 
 A call gives one page at most, so each has a deadline of its own, and a slow client holds nobody up. Errors of the table arrive as
 what they were.
@@ -78,6 +78,7 @@ class ServedClaim(Protocol):
     @property
     def numbers(self) -> np.ndarray: ...
     def batch(self) -> RowBatch: ...
+    def fill(self, columns: Mapping[str, Any]) -> None: ...
     def done(self) -> None: ...
     def release(self) -> None: ...
 
@@ -97,7 +98,7 @@ class Served(Protocol):
     def stats(self) -> TableStats: ...
     def append(self, rows: RowBatch) -> range: ...
     def add_column(self, name: str, values: Any, kind: ColumnType) -> None: ...
-    def fill(self, name: str, numbers: Any, values: Any) -> int: ...
+    def fill(self, name: str, numbers: Any, values: Any, *, keep_existing: bool = False) -> int: ...
     def finish(self) -> None: ...
     def take(self, indices: Any, columns: Sequence[str] | None = None) -> RowBatch: ...
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[RowBatch]: ...
@@ -180,8 +181,8 @@ class _Clients:
         while len(client.over) > _REMEMBERED:
             client.over.popitem(last=False)
 
-    def end(self, client: _Client, token: str, how: str) -> None:
-        """`done` or `release`. Errors: StoreError when the lease has run out meanwhile."""
+    def end(self, client: _Client, token: str, how: str, columns: Mapping[str, Any] | None = None) -> None:
+        """`done`, `release`, or `fill` with columns. Errors: StoreError when the lease has run out meanwhile."""
         with self._changed:
             while token in client.ending:  # a client that gave up waiting for the answer calls again
                 self._changed.wait(_LOOK_S)
@@ -198,7 +199,12 @@ class _Clients:
                 )
             client.ending.add(token)
         try:
-            claim.done() if how == "done" else claim.release()
+            if columns is not None:
+                claim.fill(columns)
+            elif how == "done":
+                claim.done()
+            else:
+                claim.release()
             with self._changed:
                 client.claims.pop(token, None)
                 self._is_over(client, token)
@@ -503,9 +509,14 @@ class _Calls:
         self.table.add_column(name, rows[name], rows.types[name])
         return {}
 
-    def fill(self, client: _Client, rows: RowBatch, *, numbers: Any) -> dict[str, Any]:
+    def fill(self, client: _Client, rows: RowBatch, *, numbers: Any, keep_existing: bool = False) -> dict[str, Any]:
         (name,) = rows.names
-        return {"filled": self.table.fill(name, np.asarray(numbers if numbers else np.zeros(0, np.int64)), rows[name])}
+        told = np.asarray(numbers if numbers else np.zeros(0, np.int64))
+        return {"filled": self.table.fill(name, told, rows[name], keep_existing=keep_existing)}
+
+    def fill_claim(self, client: _Client, rows: RowBatch, *, claim: str) -> dict[str, Any]:
+        self.clients.end(client, claim, "fill", {name: rows[name] for name in rows.names})
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,7 +627,7 @@ def _service() -> Any:
 
 _ACTIONS = ("describe", "stats", "declare", "done", "release", "finish", "renew")
 _READS = ("take", "scan", "claim", "more")
-_WRITES = ("append", "add_column", "fill")
+_WRITES = ("append", "add_column", "fill", "fill_claim")
 
 
 def _known(calls: _Calls, name: str, names: Sequence[str]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from flowrl.errors import ConfigError, DataError, FlowError, MissingExtra, SchemaError, StoreError
 from flowrl.schema.columns import TableSchema, nearest
+from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import ColumnType
 from flowrl.store.folders import sync_folder
 from flowrl.store.rows import RowBatch
@@ -77,7 +78,7 @@ def to_arrow(rows: RowBatch) -> pa.Table:
     """`rows.to_arrow()`. Errors: DataError that names column and row of text that is no Unicode."""
     try:
         return rows.to_arrow()
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, DataError):
         for name, kind in rows.types.items():
             if kind.dtype == "str":
                 _refuse_surrogates(name, rows)
@@ -173,7 +174,7 @@ def from_parquet(
     """The rows of a Parquet file, a row group at a time.
 
     Args:
-        types: of columns whose type the file does not say (those that `to_parquet` did not write).
+        types: of columns whose type the file does not say and that are no standard columns. (`to_parquet` writes types.)
 
     Errors: StoreError for a file that is missing or no Parquet file; SchemaError for a column of unknown type; DataError
     for nulls.
@@ -187,14 +188,33 @@ def from_parquet(
     with file:
         names = list(file.schema_arrow.names)
         if columns is not None:
-            known = TableSchema.from_arrow(file.schema_arrow) if types is None else None
-            for name in columns:
+            wanted = [columns] if isinstance(columns, str) else list(columns)
+            for name in wanted:
                 if name not in names:
                     raise SchemaError(f"'{path}' has no column '{name}'; {nearest(name, names)}")
-            names = list(columns) if known is None else list(known.select(columns).names)
-        given = {name: kind for name, kind in (types or {}).items() if name in names}
+            names = wanted
+        given = _types_of(path, [file.schema_arrow.field(name) for name in names], types or {})
         for number in range(file.num_row_groups):
             yield RowBatch.from_arrow(file.read_row_group(number, names).select(names), given)
+
+
+def _types_of(path: str | Path, fields: Sequence[pa.Field], given: Mapping[str, ColumnType]) -> dict[str, ColumnType]:
+    """Types that the file does not say: those given, and those of standard columns. Errors: SchemaError for others."""
+    standard = {column.name: column.type for column in STANDARD}
+    found: dict[str, ColumnType] = {}
+    for item in fields:
+        if item.name in given:
+            found[item.name] = given[item.name]
+        elif b"flowrl.type" in (item.metadata or {}):
+            continue
+        elif item.name in standard:
+            found[item.name] = standard[item.name]
+        else:
+            raise SchemaError(
+                f"column '{item.name}' of '{path}' ({item.type}) is no standard column, and the file does not say its type; say "
+                f"it: from_parquet(path, types={{'{item.name}': fr.SAMPLE.f32}}), or leave it out with columns="
+            )
+    return found
 
 
 @contextmanager

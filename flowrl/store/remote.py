@@ -16,7 +16,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,9 @@ from flowrl.schema.types import ColumnType
 from flowrl.store import wire
 from flowrl.store.columns import to_stored
 from flowrl.store.interop import to_arrow
-from flowrl.store.laying import check_layout, packed, padded
+from flowrl.store.laying import Layer, carrier_for, check_carried, check_layout, packed, padded
 from flowrl.store.rows import RowBatch
+from flowrl.store.source import BatchRows
 
 if TYPE_CHECKING:
     from flowrl.store.loader import Batch
@@ -175,14 +176,17 @@ class RemoteTable:
             self._send("add_column", self._column(name, values, kind))
         self._types = None
 
-    def fill(self, name: str, numbers: Any, values: Any) -> int:
+    def fill(self, name: str, numbers: Any, values: Any, *, keep_existing: bool = False) -> int:
         """Give rows their value of a column that was declared; see `ExperienceTable.fill`."""
+        rows = self._column(name, values, self._type_of(name))
+        told = np.asarray(numbers).tolist()
+        return int(self._send("fill", rows, numbers=told, keep_existing=bool(keep_existing))["filled"])
+
+    def _type_of(self, name: str) -> ColumnType:
         known = self._known_types([{name: None}])
         if name not in known:
             self.take([], [name])  # the table's error, with the nearest name
-        kind = known[name] if name in known else self.schema[name].type
-        told = np.asarray(numbers).tolist()
-        return int(self._send("fill", self._column(name, values, kind), numbers=told)["filled"])
+        return known[name] if name in known else self.schema[name].type
 
     def _column(self, name: str, values: Any, kind: ColumnType) -> RowBatch:
         count = len(values) if hasattr(values, "__len__") else 0
@@ -225,9 +229,13 @@ class RemoteTable:
         return wire.together(parts)
 
     def claim(
-        self, node: str, rows: int, columns: Sequence[str] | None = None, *, wait_s: float = 0.0, **options: Any
-    ) -> RemoteClaim | None:
+        self, node: str, rows: int, columns: Sequence[str] | None = None, *, at_least: int = 1, whole_groups: bool = False,
+        wait_s: float = 0.0,
+    ) -> RemoteClaim | None:  # fmt: skip
         """Rows that no other consumer of `node` gets; see `ExperienceTable.claim`, whose options these are."""
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s < float("inf"):
+            raise ConfigError(f"claim needs wait_s in seconds, and an end to every wait; found {wait_s!r}")
+        options = {"at_least": at_least, "whole_groups": whole_groups}
         token = secrets.token_hex(8)
         self._hold()
         try:
@@ -251,29 +259,37 @@ class RemoteTable:
         columns: Sequence[str] | None = None,
         layout: str = "padded",
         pad_multiple: int = 1,
-        timeout_s: float = TIMEOUT_S,
-        **options: Any,
+        at_least: int = 1,
+        whole_groups: bool = False,
+        timeout_s: float | None = None,
+        ahead: int = 4,
+        device: Any = None,
+        pin: bool | None = None,
     ) -> Iterator[Batch]:
-        """Batches of rows as they come, until the table is finished and used up; see `ExperienceTable.stream`."""
-        check_layout(layout)
-        return self._streamed(node, batch_rows, columns, layout, pad_multiple, timeout_s, options)
+        """Batches of rows as they come, until the table is finished and used up; see `ExperienceTable.stream`.
 
-    def _streamed(
-        self, node: str, batch_rows: int, columns: Sequence[str] | None, layout: str, pad_multiple: int, timeout_s: float,
-        options: Mapping[str, Any],
-    ) -> Iterator[Batch]:  # fmt: skip
-        claim: RemoteClaim | None = None
-        try:
-            while (claim := self.claim(node, batch_rows, columns, wait_s=timeout_s, **options)) is not None:
-                if layout == "padded":
-                    yield claim.padded(multiple=pad_multiple)
-                else:
-                    yield claim.packed() if layout == "packed" else claim.batch()
-                claim.done()  # the next batch was asked for
-        finally:
-            if claim is not None and claim.is_open:
-                with suppress(FlowError):  # what ended the loop says more
-                    claim.release()
+        Args:
+            timeout_s: longest wait for a row (that of a call when None).
+            ahead: accepted as there; each batch is a claim of its own, so no rows wait here.
+        """
+        check_layout(layout)
+        for name, value in (("ahead", ahead), ("pad_multiple", pad_multiple)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"stream needs {name} of at least 1; found {value!r}")
+        carrier = carrier_for(device, pin, 0)  # refuses a device that is not there
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
+
+        def take() -> RemoteClaim | None:
+            return self.claim(node, batch_rows, columns, at_least=at_least, whole_groups=whole_groups, wait_s=wait_s)
+
+        def lay_out(rows: RowBatch) -> Batch:
+            check_carried(rows.types, list(rows.types), layout, device, pin)
+            if layout == "rows":
+                return rows
+            layer = Layer(BatchRows(rows), list(rows.types), layout, pad_multiple)
+            return carrier.receive(layer.lay_out(np.arange(len(rows)), carrier))
+
+        return _streamed(take, lay_out)
 
     # --------------------------------------------------------------------------------------------------------- calls
 
@@ -295,7 +311,11 @@ class RemoteTable:
         try:
             yield self._options(timeout_s)
         except flight.FlightTimedOutError as error:
-            hint = "; it may have been done or not" if name in ("append", "add_column", "fill", "done") else ""
+            hint = (
+                "; it may have been done or not"
+                if name in ("append", "add_column", "fill", "fill_claim", "done")
+                else ""
+            )
             raise WaitTimeout(
                 f"'{name}' of the table at {self.uri} was not answered within {timeout_s:g} s{hint}; raise timeout_s if the "
                 "server is only slow"
@@ -489,6 +509,23 @@ class RemoteClaim:
         """As a loader's layout "packed"."""
         return packed(self.batch())
 
+    def fill(self, columns: Mapping[str, Any]) -> None:
+        """Give the rows their values of columns that came later, and be done with them: both or neither.
+
+        Args:
+            columns: by name, one value (or list) for each row, in the claim's order.
+
+        Errors: as `Claim.fill`; the claim stays open. After a WaitTimeout it may be called again.
+        """
+        self._check_open()
+        if not columns:
+            return self.done()
+        stored, kinds = {}, {}
+        for name, values in columns.items():
+            stored[name], kinds[name] = to_stored(name, values, self._table._type_of(name), len(self))
+        self._table._send("fill_claim", RowBatch(stored, kinds, len(self)), claim=self._token)
+        self._ended()
+
     def done(self) -> None:
         """The rows are used: no consumer of the node is given them again. After a WaitTimeout it may be called again."""
         self._end("done")
@@ -498,8 +535,7 @@ class RemoteClaim:
         self._end("release")
 
     def _end(self, how: str) -> None:
-        if not self.is_open:
-            raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
+        self._check_open()
         try:
             self._table._ask(how, claim=self._token)
         except WaitTimeout:
@@ -508,6 +544,10 @@ class RemoteClaim:
             self._ended()
             raise
         self._ended()
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise StoreError(f"this claim of node '{self.node}' has ended already; claim rows again")
 
     def _ended(self) -> None:
         self.is_open = False
@@ -530,6 +570,18 @@ class RemoteClaim:
 
     def __repr__(self) -> str:
         return f"RemoteClaim({len(self)} rows of node '{self.node}', {'open' if self.is_open else 'ended'})"
+
+
+def _streamed(take: Callable[[], RemoteClaim | None], lay_out: Callable[[RowBatch], Batch]) -> Iterator[Batch]:
+    claim: RemoteClaim | None = None
+    try:
+        while (claim := take()) is not None:
+            yield lay_out(claim.batch())
+            claim.done()  # the next batch was asked for
+    finally:
+        if claim is not None and claim.is_open:
+            with suppress(FlowError):  # what ended the loop says more
+                claim.release()
 
 
 def _beat(table: weakref.ref[RemoteTable], stop: threading.Event, every_s: float) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from flowrl.errors import ConfigError, DataError, StoreError, WaitTimeout
+from flowrl.errors import ConfigError, DataError, SchemaError, StoreError, WaitTimeout
 from flowrl.schema import PROMPT, SAMPLE, TOKEN
 from flowrl.store import flight, interop, wire
 from flowrl.store.flight import RemoteTable, TableServer, serve_table
@@ -513,6 +513,96 @@ def test_a_stream_is_that_of_the_table(remote: RemoteTable, table: Any, layout: 
     for a, b in zip(here, there, strict=True):
         assert list(a.keys() if isinstance(a, dict) else a.names) == list(b.keys() if isinstance(b, dict) else b.names)
         assert all(np.array_equal(a[name], b[name]) for name in b) if isinstance(b, dict) else a == b
+
+
+def test_a_stream_takes_the_options_of_the_table(remote: RemoteTable, table: Any) -> None:
+    torch = pytest.importorskip("torch")
+    table.append(rows(5))
+    options: dict[str, Any] = {
+        "columns": ["response_ids"],
+        "pad_multiple": 8,
+        "ahead": 2,
+        "device": "cpu",
+        "timeout_s": 5,
+    }
+    table.finish()
+    here, there = (list(t.stream(f"of {t!r}", 3, **options)) for t in (table, remote))
+    assert [b["response_ids"].shape for b in there] == [(3, 8), (2, 8)]
+    for a, b in zip(here, there, strict=True):
+        assert list(a) == list(b)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    packed = next(remote.stream("packed", 5, columns=["response_ids"], layout="packed", device="cpu"))
+    assert packed["cu_seqlens"].tolist() == [0, 3, 6, 9, 12, 15]
+
+
+def test_a_stream_waits_for_enough_rows(remote: RemoteTable, table: Any) -> None:
+    table.append(rows(3))
+    with pytest.raises(WaitTimeout, match="waited 0.3 s for 4 rows"):
+        next(remote.stream("trainer", 8, at_least=4, timeout_s=0.3))
+    table.append(rows(1, 3))
+    assert len(next(remote.stream("trainer", 8, at_least=4, layout="rows", timeout_s=5))) == 4
+
+
+@pytest.mark.parametrize("options", [
+    {"device": "nowhere"}, {"ahead": 0}, {"pad_multiple": 0}, {"pin": True}, {"device": "cpu", "layout": "rows"},
+    {"device": "cpu"}, {"at_least": 9}, {"laout": "rows"},
+], ids=str)  # fmt: skip
+def test_options_that_a_stream_refuses_are_no_failure_of_the_server(
+    options: dict[str, Any], remote: RemoteTable, table: Any
+) -> None:
+    table.append(rows(4))
+    table.finish()
+    with pytest.raises((ConfigError, TypeError)) as refused:
+        next(remote.stream("trainer", 2, **options))
+    assert "server" not in str(refused.value)
+    assert table.claim("trainer", 9, wait_s=10).numbers.tolist() == [0, 1, 2, 3]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
+        remote.claim("trainer", 1, wait=3)
+    with pytest.raises(ConfigError, match="claim needs wait_s in seconds"):
+        remote.claim("trainer", 1, wait_s=float("inf"))
+
+
+def test_a_claim_fills_and_is_done_in_one(remote: RemoteTable, table: Any) -> None:
+    table.append(rows(3))
+    table.add_column("score", None, SAMPLE.f32)
+    table.add_column("marks", None, TOKEN.bool)
+    table.fill("score", [1], [7.0])  # by a judge that died before it was done
+    names = ["prompt_id", "response_ids"]
+    with remote.claim("judge", 2, names) as claim:
+        with pytest.raises(SchemaError, match="scroe"):
+            claim.fill({"scroe": [1.0, 2.0]})
+        with pytest.raises((SchemaError, DataError)):
+            claim.fill({"score": [1.0]})
+        assert claim.is_open
+        claim.fill({"score": [1.0, 2.0], "marks": [[True] * 3, [False] * 3]})
+        assert not claim.is_open
+        with pytest.raises(StoreError, match="has ended already"):
+            claim.fill({"score": [1.0, 2.0]})
+    with remote.claim("judge", 9, names) as claim:
+        assert claim.numbers.tolist() == [2]
+        claim.fill({"score": [3.0], "marks": [[True] * 3]})
+    assert table["score"].tolist() == [1.0, 7.0, 3.0], "what is there stays"
+    assert table["marks"].values.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_a_claim_that_is_gone_fills_nothing(remote: RemoteTable, server: TableServer, table: Any) -> None:
+    table.append(rows(2))
+    table.add_column("score", None, SAMPLE.f32)
+    claim = remote.claim("judge", 2, ["prompt_id"])
+    server._clients.leave(remote._name)  # what the end of a lease does
+    with pytest.raises(StoreError, match="the claim is gone"):
+        claim.fill({"score": [1.0, 2.0]})
+    assert table.fill("score", [0, 1], [3.0, 4.0]) == 2
+
+
+def test_filling_again_keeps_what_is_there_when_told(remote: RemoteTable, table: Any) -> None:
+    table.append(rows(2))
+    remote.add_column("score", None, SAMPLE.f32)
+    assert remote.fill("score", [0], [1.0]) == 1
+    with pytest.raises(SchemaError, match="has a value of 'score' already"):
+        remote.fill("score", [0, 1], [5.0, 6.0])
+    assert remote.fill("score", [0, 1], [5.0, 6.0], keep_existing=True) == 1
+    assert table["score"].tolist() == [1.0, 6.0]
 
 
 def test_a_stream_left_early_gives_the_last_batch_back(remote: RemoteTable, table: Any) -> None:

@@ -174,11 +174,20 @@ def test_text_that_is_no_unicode_is_refused_by_row(tmp_path: Path) -> None:
 
 def test_a_foreign_parquet_file_needs_types(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt_id": ["a", "b"], "reward": [1.0, 2.0]}), tmp_path / "rows.parquet")
-    with pytest.raises(SchemaError, match="prompt_id"):
-        next(interop.from_parquet(tmp_path / "rows.parquet"))
-    types = {"prompt_id": PROMPT.str, "reward": SAMPLE.f64}
-    found = next(interop.from_parquet(tmp_path / "rows.parquet", types=types))
-    assert found.to_pylist() == [{"prompt_id": "a", "reward": 1.0}, {"prompt_id": "b", "reward": 2.0}]
+    expected = [{"prompt_id": "a", "reward": 1.0}, {"prompt_id": "b", "reward": 2.0}]
+    found = next(interop.from_parquet(tmp_path / "rows.parquet"))
+    assert found.to_pylist() == expected
+    assert found.types == {"prompt_id": PROMPT.str, "reward": SAMPLE.f32}, "those of standard columns"
+    found = next(interop.from_parquet(tmp_path / "rows.parquet", types={"reward": SAMPLE.f64}))
+    assert (found.to_pylist(), found.types["reward"]) == (expected, SAMPLE.f64)
+    pq.write_table(pa.table({"prompt_id": ["a"], "level": [3]}), tmp_path / "odd.parquet")
+    with pytest.raises(
+        SchemaError, match=r"column 'level' of .*odd.parquet' \(int64\) is no standard column.*types={'level'"
+    ):
+        next(interop.from_parquet(tmp_path / "odd.parquet"))
+    assert next(interop.from_parquet(tmp_path / "odd.parquet", "prompt_id")).to_pylist() == [{"prompt_id": "a"}]
+    typed = next(interop.from_parquet(tmp_path / "odd.parquet", types={"level": SAMPLE.i64}))
+    assert typed.to_pylist() == [{"prompt_id": "a", "level": 3}]
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(StoreError, match="rows.parquet' cannot be read as a Parquet file"):
         next(interop.from_parquet(tmp_path / "rows.parquet"))
