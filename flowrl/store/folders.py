@@ -19,13 +19,16 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flowrl.errors import StoreError
+from flowrl.errors import StoreError, WaitTimeout
 
 SHARED_MEMORY = Path("/dev/shm")
+LONGEST_WAIT_S = 30.0
+"""For a lock that is held for microseconds, or while the memory of a large table is removed."""
 ONLY_READS = 3
 """Index of the 8-byte word of a `process-<slot>` file that is 1 when the table may end without that process."""
 _GONE = ".gone-"
@@ -42,7 +45,7 @@ def shm_folder() -> Path:
 def new_folder() -> Path:
     """A new, empty folder for a table's memory. It is safe from `reclaim_orphans` until a process attaches or this one ends.
 
-    Errors: StoreError when shared memory is missing, full or not ours to write.
+    Errors: StoreError when shared memory is missing, full or not ours to write; WaitTimeout.
     """
     above = _user_folder()
     try:
@@ -53,6 +56,8 @@ def new_folder() -> Path:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _setting_up[folder] = held
             return folder
+    except WaitTimeout:
+        raise
     except OSError as error:
         raise StoreError(f"no folder for a table can be made in {above}: {error}. {REMEDY}") from error
 
@@ -159,16 +164,35 @@ def is_held(file: Path) -> bool:
 
 @contextmanager
 def locked(file: Path) -> Iterator[int]:
-    """Hold the lock of a file that every holder keeps for a very short time. Errors: FileNotFoundError when it goes away."""
+    """Hold the lock of a file that every holder keeps for a very short time.
+
+    Errors: FileNotFoundError when it goes away; WaitTimeout when its holder does not go on (it was stopped, say).
+    """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, file)
         if os.stat(file).st_ino != os.fstat(descriptor).st_ino:
             raise FileNotFoundError(f"{file} was replaced")
         yield descriptor
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has a copy of the descriptor
         os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> None:
+    deadline = time.monotonic() + LONGEST_WAIT_S
+    nap = 50e-6
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"waited {LONGEST_WAIT_S:g} s for the lock of {file}; the process that holds it was stopped or hangs: "
+                    "let it go on, or end it (fuser names it)"
+                ) from None
+        time.sleep(nap)
+        nap = min(2 * nap, 1e-3)
 
 
 def _user_folder() -> Path:

@@ -36,9 +36,9 @@ from zlib import crc32
 
 import numpy as np
 
-from flowrl.errors import StoreError, WaitTimeout
+from flowrl.errors import FlowError, StoreError, WaitTimeout
 from flowrl.store import futex
-from flowrl.store.folders import sync_folder
+from flowrl.store.folders import locked, sync_folder
 from flowrl.store.transaction import Transaction
 
 Record = dict[str, Any]
@@ -105,10 +105,10 @@ class CommitLog:
             folder: where.
             durable: whether `sync` and `close` wait until the disk has it. By default, when the folder is not in memory.
 
-        Errors: StoreError when there is a log already, no space, or no permission.
+        Errors: StoreError when there is a log already, no space, or no permission; WaitTimeout.
         """
         try:
-            with _Lock(folder / "lock"):
+            with locked(folder / "lock"):
                 if (folder / "head").exists():
                     raise StoreError(f"there is a table in {folder} already; open it, or choose another folder")
                 _write_log(folder, 1, b"")
@@ -116,7 +116,7 @@ class CommitLog:
                 struct.pack_into("=8sIIQ", head, 0, _MAGIC, FORMAT, 0, 1 << _SHIFT | _START)
                 _write_whole(folder / "head", bytes(head), folder / f"head.{os.getpid()}")
         except OSError as error:
-            if isinstance(error, StoreError):
+            if isinstance(error, FlowError):
                 raise
             raise StoreError(f"a table's log cannot be made in {folder}: {error}") from error
         return cls(folder, readonly=False, durable=durable)
@@ -596,21 +596,6 @@ class _Files:
             setattr(self, name, -1)
             if descriptor >= 0:
                 os.close(descriptor)
-
-
-class _Lock:
-    """The lock of a folder without a log yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has a copy of the descriptor
-        os.close(self._descriptor)
 
 
 def _framed(text: bytes) -> bytes:

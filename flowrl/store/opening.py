@@ -78,7 +78,7 @@ def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: 
         if path is not None:
             for name in ("head", "lock", "log.1", "slots", MEMORY):
                 (path / name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
+        if isinstance(error, OSError) and not isinstance(error, FlowError):
             raise StoreError(f"the table cannot be made in {path or folder}: {error}") from error
         raise
     return Opened(backing, str(path) if path is not None else folder.name, folder, path)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.errors import StoreError
+from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import folders
 
 _MAGIC = int.from_bytes(b"FLOWRLP1", "little")
@@ -48,7 +48,7 @@ class Presence:
         counter: folder whose `slots` file counts the slots too, where numbers must be unique for longer than `folder` lives.
         only_reads: whether the table may end while this process is on the list.
 
-    Errors: StoreError when the folder is gone, full, or may not be written.
+    Errors: StoreError when the folder is gone, full, or may not be written; WaitTimeout.
     """
 
     def __init__(self, folder: Path, *, counter: Path | None = None, only_reads: bool = False) -> None:
@@ -173,6 +173,8 @@ class Presence:
                         slot = _count(longer, slot - 1)
                     os.pwrite(slots, b"%020d" % slot, 0)
                 self._make(slot)
+        except WaitTimeout:
+            raise
         except FileNotFoundError as error:
             raise StoreError(
                 f"the table's memory {self._folder} is gone: the last process with it open has left"

@@ -1,6 +1,7 @@
 """Attached processes: numbers never come twice, pins are seen by all, and end with the process."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from flowrl.errors import StoreError
+from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import folders
+from flowrl.store.log import CommitLog
 from flowrl.store.presence import LocalPresence, Presence
 
 
@@ -210,6 +212,23 @@ def test_who_only_reads_or_has_left_keeps_pins_and_nothing_else(tmp_path: Path) 
     for presence in (owner, left, reader):
         presence.unpin(7)
         presence.close()
+
+
+def test_a_holder_that_does_not_go_on_is_waited_for_no_longer_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it was stopped in the middle."""
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(folders, "LONGEST_WAIT_S", 0.0)
+    folder = folders.new_folder()
+    acts = {folder.parent / "lock": folders.new_folder, folder / "slots": lambda: Presence(folder)}
+    acts[folder / "lock"] = lambda: CommitLog.create(folder)
+    for file, act in acts.items():
+        with open(file, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(WaitTimeout, match=rf"waited 0 s for the lock of {file};.*end it"):
+                act()
+        act()
 
 
 def test_pins_of_a_private_table_are_counted() -> None:
