@@ -13,24 +13,26 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, FlowError, StoreError
+from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
 from flowrl.store.arena import Arenas, Mapped
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED
 from flowrl.store.folders import living, new_folder, reclaim_orphans, remove_folder, settled, shm_folder
 from flowrl.store.log import CommitLog, LocalLog
-from flowrl.store.mover import Mover
+from flowrl.store.mover import Mover, Tiers
 from flowrl.store.presence import LocalPresence, Presence
 
 MEMORY = "memory"
 """File in a table's path that names the folder of its memory."""
 PATH = "path"
 """File in the folder of its memory that names a table's path."""
+ORPHAN_WAIT_S = 0.1
+"""Longest wait for the lock of a table that killed processes left: whoever holds it is saving it."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Opened:
     path: Path | None
 
 
-def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: Callable[[Path], None]) -> Opened:
+def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: object = None) -> Opened:
     """A new table. Errors: ConfigError when there is one at the path already; StoreError when it cannot be made."""
     record = {"kind": "table", "settings": dict(settings)}
     if memory == "private":
@@ -55,7 +57,7 @@ def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: 
     if path is not None:
         path = path.absolute()
         _make_path(path)
-    recover_orphans(reopen)
+    recover_orphans()
     folder = new_folder()
     try:
         presence = Presence(folder, counter=path)
@@ -120,20 +122,23 @@ def find(target: str | Path) -> tuple[Path, bool]:
     )
 
 
-def attach(target: str | Path, *, readonly: bool) -> Opened:
-    """An existing table. Rows whose memory has gone are counted as lost."""
+def attach(target: str | Path, *, readonly: bool, timeout_s: float = 30.0) -> Opened:
+    """An existing table. Rows whose memory has gone are counted as lost.
+
+    Errors: StoreError; WaitTimeout when its lock is not free in `timeout_s`.
+    """
     folder, has_path = find(target)
     log = CommitLog.open(folder, readonly=readonly)
     try:
         if not has_path and readonly:
             return _joined(log, folder, None, readonly)
         if not has_path:
-            with log.transaction():  # whoever leaves as the last removes the folder inside one
+            with log.transaction(timeout_s):  # whoever leaves as the last removes the folder inside one
                 return _joined(log, folder, None, readonly)
         if readonly:
             memory = _memory_of(folder)
             return _joined(log, memory, folder, readonly)
-        with log.transaction():
+        with log.transaction(timeout_s):
             memory = _memory_of(folder)
             if memory is not None:
                 return _joined(log, memory, folder, readonly)
@@ -265,10 +270,10 @@ def leave(backing: Backing, mover: Mover, opened: Opened, *, readonly: bool) -> 
 _LOOKED = False
 
 
-def recover_orphans(reopen: Callable[[Path], None], *, again: bool = False) -> None:
+def recover_orphans(*, again: bool = False) -> None:
     """Remove memory that no living process holds; rows of tables with a path are written to their files first.
 
-    Once in a process, unless asked `again`. `reopen` opens the table at a path and closes it.
+    Once in a process, unless asked `again`. Tables that somebody is at are left to them.
     """
     global _LOOKED
     if _LOOKED and not again:
@@ -285,8 +290,19 @@ def recover_orphans(reopen: Callable[[Path], None], *, again: bool = False) -> N
             if not has_rows or not (path / "head").exists() or _memory_of(path) != folder:
                 remove_folder(folder)
                 continue
-            reopen(path)
+            _save(path)
+        except WaitTimeout:
+            continue
         except Exception as error:  # whatever is wrong with what another process left, this table has no part in it
             warnings.warn(
                 f"the table {folder.name} that a killed process left could not be saved: {error}", stacklevel=3
             )
+
+
+def _save(path: Path) -> None:
+    """Write the rows of a table whose processes were killed to its files."""
+    opened = attach(path, readonly=False, timeout_s=ORPHAN_WAIT_S)
+    backing, settings = opened.backing, opened.backing.catalog.settings
+    backing.folder, backing.removes_files = path, True
+    tiers = Tiers(settings["compression"], settings["hot_bytes"], settings["memory_bytes"], path)
+    leave(backing, Mover(backing, tiers), opened, readonly=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import pickle
@@ -23,7 +24,7 @@ import pytest
 
 from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
 from flowrl.schema.types import SAMPLE
-from flowrl.store import folders, spill
+from flowrl.store import folders, opening, spill
 from flowrl.store.table import ExperienceTable
 from tests.cpu.store.checked_rows import (
     FORK,
@@ -664,6 +665,41 @@ def test_the_last_to_leave_saves_rows_though_others_hold_some(tmp_path: Path, ho
     shutil.copytree(tmp_path / "table", tmp_path / "copy")  # as on another machine
     with ExperienceTable.open(tmp_path / "copy") as again:
         check_rows(again.batch(), np.arange(64))
+
+
+def append_and_die(path: Path) -> None:
+    table = ExperienceTable(chunk_rows=32, path=path)
+    table.append(batch_of(0, 64))
+    os._exit(0)
+
+
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table whose only process ended without leaving it, and memory that is searched for such tables anew."""
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(opening, "_LOOKED", False)
+    child = FORK.Process(target=append_and_die, args=(tmp_path / "table",), daemon=True)
+    child.start()
+    child.join(LONG_S)
+    assert child.exitcode == 0
+    return tmp_path / "table"
+
+
+def test_a_new_table_does_not_wait_for_a_killed_one(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody is at it, who saves it. It is saved when nobody is."""
+    memory = Path((killed / "memory").read_text())
+    with open(killed / "lock", "r+") as held, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start = time.monotonic()
+        ExperienceTable(chunk_rows=32).close()
+        assert time.monotonic() - start < 5
+        assert memory.exists()
+    monkeypatch.setattr(opening, "_LOOKED", False)
+    ExperienceTable(chunk_rows=32).close()
+    assert not memory.exists()
+    with ExperienceTable.open(killed) as table:
+        check_rows(table.batch(), np.arange(64))
 
 
 def write_then_go_on(name: str, here: Connection) -> None:
