@@ -31,6 +31,8 @@ MEMORY = "memory"
 """File in a table's path that names the folder of its memory."""
 PATH = "path"
 """File in the folder of its memory that names a table's path."""
+UNSAVED = "unsaved"
+"""File in the folder of its memory that says why the rows of a table that killed processes left could not be saved."""
 ORPHAN_WAIT_S = 0.1
 """Longest wait for the lock of a table that killed processes left: whoever holds it is saving it."""
 
@@ -141,7 +143,9 @@ def attach(target: str | Path, *, readonly: bool, timeout_s: float = 30.0) -> Op
         with log.transaction(timeout_s):
             memory = _memory_of(folder)
             if memory is not None:
-                return _joined(log, memory, folder, readonly)
+                opened = _joined(log, memory, folder, readonly)
+                (memory / UNSAVED).unlink(missing_ok=True)
+                return opened
             memory = new_folder()
             try:
                 _point(memory / PATH, str(folder))
@@ -294,9 +298,27 @@ def recover_orphans(*, again: bool = False) -> None:
         except WaitTimeout:
             continue
         except Exception as error:  # whatever is wrong with what another process left, this table has no part in it
-            warnings.warn(
-                f"the table {folder.name} that a killed process left could not be saved: {error}", stacklevel=3
-            )
+            _warn_once(folder, f"{type(error).__name__}: {error}")
+
+
+def _warn_once(folder: Path, why: str) -> None:
+    """Of all processes that find the table, one says so. Each tries again, as a full disk may have space by then."""
+    try:
+        path = (folder / PATH).read_text()
+    except OSError:  # somebody else has removed it
+        return
+    try:
+        with open(folder / UNSAVED, "x") as file:
+            file.write(why)
+    except FileExistsError:
+        return
+    except OSError:  # no space: then it is said more than once
+        pass
+    warnings.warn(
+        f"the table {path} that a killed process left could not be saved: {why}. Its memory {folder} stays; remove that "
+        f"folder to give the rows up (rm -r {folder})",
+        stacklevel=4,
+    )
 
 
 def _save(path: Path) -> None:

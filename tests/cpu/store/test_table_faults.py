@@ -702,6 +702,31 @@ def test_a_new_table_does_not_wait_for_a_killed_one(killed: Path, monkeypatch: p
         check_rows(table.batch(), np.arange(64))
 
 
+def test_a_killed_table_that_cannot_be_saved_is_named_once(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Path((killed / "memory").read_text())
+    log = next(killed.glob("log.*"))
+    whole = log.read_bytes()
+    log.write_bytes(whole[:80] + bytes([whole[80] ^ 1]) + whole[81:])
+
+    def make_one() -> list[str]:
+        monkeypatch.setattr(opening, "_LOOKED", False)  # as in a new process
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ExperienceTable(chunk_rows=32).close()
+        return [str(one.message) for one in said]
+
+    (said,) = make_one()
+    assert f"the table {killed} that a killed process left could not be saved" in said
+    assert "log damaged" in said and f"rm -r {memory}" in said
+    assert make_one() == []
+    assert memory.exists() and "log damaged" in (memory / "unsaved").read_text()
+    log.write_bytes(whole)  # restored: it is tried again
+    assert make_one() == []
+    assert not memory.exists()
+    with ExperienceTable.open(killed) as table:
+        check_rows(table.batch(), np.arange(64))
+
+
 def write_then_go_on(name: str, here: Connection) -> None:
     table = ExperienceTable.open(name)
     table.append(batch_of(0, 64))
