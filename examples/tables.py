@@ -40,7 +40,7 @@ def judge(table: fr.ExperienceTable) -> None:
             for row in claim.batch().rows():
                 left, right = row["prompt"].removesuffix("=").split("+")
                 rewards.append(float(int(row["response"]) == int(left) + int(right)))
-            table.fill("reward", claim.numbers, rewards)
+            claim.fill({"reward": rewards})  # and done with them, in one: a judge that dies in between stops nobody
 
 
 def train(table: fr.ExperienceTable) -> tuple[int, float]:

@@ -27,6 +27,21 @@ def test_links_within_a_page_lead_to_its_headings() -> None:
     assert wanted <= anchors and len(wanted) > 40
 
 
+def test_links_of_guides_work_in_a_checkout() -> None:
+    """Pages of the reference that only a build of the site makes are not there for who reads the files."""
+    kept = subprocess.run(
+        ["git", "ls-files", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    pages = [ROOT / name for name in kept if name.startswith(("docs/tables/", "docs/how-to/")) and name.endswith(".md")]
+    missing = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if str((page.parent / target).resolve().relative_to(ROOT)) not in kept
+    ]
+    assert not missing and len(pages) > 20
+
+
 def test_examples_of_docstrings_are_code() -> None:
     spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
     assert spec is not None and spec.loader is not None
