@@ -115,8 +115,7 @@ class Backing:
 
     def _begin_again(self) -> None:
         """The catalog from the log alone, after an exception (Ctrl-C) in the middle of a record."""
-        if not self.log.rewind():
-            return
+        self.log.rewind()
         before, fresh = self.catalog, Catalog()
         for record in self.log.read():
             fresh.apply(record)
@@ -167,10 +166,16 @@ class Backing:
     def commit(self, *records: Record) -> None:
         """Make the records part of the table, all or none. Inside a transaction."""
         with self.mutex:  # nobody reads the log in between
+            before, was_torn = self.log.sequence, self._is_torn
             self._is_torn = True
-            if self.log.append_read(*records):
-                for record in records:
-                    self.catalog.apply(record)
+            try:
+                if self.log.append_read(*records):
+                    for record in records:
+                        self.catalog.apply(record)
+            except BaseException:
+                if self.log.sequence == before:  # a full disk, or what JSON does not know: nothing was committed
+                    self._is_torn = was_torn
+                raise
             self._is_torn = False
         self.replay()
         if self.log.bytes_since_snapshot > max(self._compact_at, 2 * self.log.snapshot_bytes):
@@ -210,9 +215,13 @@ class Backing:
             return block, self.arenas.write(block)
 
     def discard_uncommitted(self, segments: Iterable[Segment]) -> None:
-        """Give back the blocks of those segments that are not in the table, after an exception at any place."""
+        """Give back the blocks of those segments that are not in the table, after an exception at any place. Never raises
+        an error of its own in its place."""
         with self.mutex:
-            self.replay()
+            try:
+                self.replay()
+            except StoreError:  # of a log that is closed or damaged: nobody knows what is in the table
+                return
             known = self.catalog.segments.keys() | self._waiting.keys()
             self.discard(Block(*s.place) for s in segments if s.uid not in known)
 

@@ -400,11 +400,10 @@ class CommitLog:
             self._seen = place if stop == end else _NEVER
             return records
 
-    def rewind(self) -> bool:
-        """Let `read` begin anew with all there is, for who lost what was read. False where that is gone."""
+    def rewind(self) -> None:
+        """Let `read` begin anew with all there is, for who lost what was read."""
         with self._reading:
             self._at, self._seen = (self._at[0], _START, self._at[2]), _NEVER
-        return True
 
     def _parse(self, generation: int, start: int, end: int) -> tuple[list[Record], int]:
         records: list[Record] = []
@@ -490,13 +489,12 @@ class CommitLog:
 class LocalLog:
     """The same for a table that only this process has: records go through JSON, so that they look the same."""
 
-    bytes_since_snapshot = 0
-    snapshot_bytes = 0
-
     def __init__(self) -> None:
+        self.bytes_since_snapshot = self.snapshot_bytes = 0
         self._threads = threading.RLock()
         self._changed = threading.Condition(threading.Lock())
-        self._unread: list[Record] = []
+        # commits since the last snapshot, and how many of them were read; replaced as one where both change
+        self._kept: tuple[list[str], int] = ([], 0)
         self._sequence = 1
         self._depth = 0
         self._epoch = 0
@@ -509,7 +507,7 @@ class LocalLog:
 
     def append(self, *records: Record) -> int:
         """Commit records, inside a transaction."""
-        return self._put(json.loads(_encode(records)), keep=True)
+        return self._put(_encode(records), is_snapshot=False)
 
     def append_read(self, *records: Record) -> bool:
         """The same; `read` gives them to this process, too."""
@@ -518,27 +516,36 @@ class LocalLog:
 
     def compact(self, state: Mapping[str, Any]) -> None:
         """Let a snapshot stand for all records before it."""
-        self._put([{"kind": "snapshot", "state": json.loads(_encode(state))}], keep=False)
+        self._put(_encode([{"kind": "snapshot", "state": state}]), is_snapshot=True)
 
-    def _put(self, records: Sequence[Record], *, keep: bool) -> int:
+    def _put(self, text: str, *, is_snapshot: bool) -> int:
         if not (self._depth and self._threads._is_owned()):  # type: ignore[attr-defined]
             raise StoreError("records are appended inside a transaction: with log.transaction(): ...")
         with self._changed:
-            self._unread = [*self._unread, *records] if keep else list(records)
-            self._sequence += 1
+            self._sequence += 1  # first: where it is as it was, nothing was committed
+            if is_snapshot:
+                self._kept = ([text], 0)
+                self.snapshot_bytes, self.bytes_since_snapshot = len(text), 0
+            else:
+                self._kept[0].append(text)
+                self.bytes_since_snapshot += len(text)
             self._changed.notify_all()
             return self._sequence
 
-    def rewind(self) -> bool:
-        """Nothing is kept that was read."""
-        return False
+    def rewind(self) -> None:
+        """Let `read` begin anew with all there is, for who lost what was read."""
+        with self._changed:
+            self._kept = (self._kept[0], 0)
 
     def read(self) -> list[Record]:
         """Records that were not read yet."""
-        if not self._unread:
+        texts, start = self._kept
+        if len(texts) == start:
             return []
         with self._changed:
-            records, self._unread = self._unread, []
+            texts, start = self._kept
+            records = [record for text in texts[start:] for record in json.loads(text)]
+            self._kept = (texts, len(texts))
             return records
 
     @property

@@ -25,6 +25,7 @@ import pytest
 from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
 from flowrl.schema.types import SAMPLE
 from flowrl.store import folders, opening, spill
+from flowrl.store.catalog import Catalog, Record
 from flowrl.store.table import ExperienceTable
 from tests.cpu.store.checked_rows import (
     FORK,
@@ -855,6 +856,53 @@ def interrupt_everywhere(name: str, stride: int) -> None:
                 assert claim is not None and len(claim) == len(table), note
                 claim.done()
         at += stride
+
+
+@pytest.mark.parametrize("memory", ["shared", "private"])
+def test_an_interruption_in_the_middle_of_a_record(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(self: Catalog, record: Record) -> None:
+        monkeypatch.undo()
+        self.alive.remove(0, 200)
+        raise Interruption
+
+    with ExperienceTable(chunk_rows=32, memory=memory) as table:
+        for start in range(0, 200, 40):  # the log is a snapshot and more
+            table.append(batch_of(start, start + 40))
+            with table._backing.transaction() as catalog:
+                table._backing.log.compact(catalog.snapshot())
+        table.append(batch_of(200, 240))
+        monkeypatch.setattr(Catalog, "_apply_append", half)
+        with pytest.raises(Interruption):
+            table.append(batch_of(240, 280))
+        table.append(batch_of(280, 320))
+        check_rows(table.batch(), np.arange(320))
+
+
+def test_an_error_before_a_commit_does_not_make_the_next_read_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExperienceTable(chunk_rows=32) as table:
+        table.append(batch_of(0, 40))
+        with table._backing.transaction(), pytest.raises(TypeError):
+            table._backing.commit({"kind": "finish", "what": object()})
+        monkeypatch.setattr(table._backing, "_begin_again", lambda: pytest.fail("nothing was torn"))
+        table.append(batch_of(40, 48))
+        check_rows(table.batch(), np.arange(48))
+
+
+def test_the_first_error_is_the_one_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a log which is damaged, too."""
+    with ExperienceTable(chunk_rows=32) as table:
+        table.append(batch_of(0, 40))
+        backing = table._backing
+
+        def damaged(*records: Record) -> bool:
+            monkeypatch.setattr(backing.log, "read", damaged)
+            raise StoreError("damaged" if not records else "first")
+
+        monkeypatch.setattr(backing.log, "append_read", damaged)
+        with pytest.raises(StoreError, match="first"):
+            table.append(batch_of(40, 80))
+        monkeypatch.undo()
+        check_rows(table.batch(), np.arange(40))
 
 
 @pytest.mark.parametrize("name", ACTS)

@@ -361,6 +361,26 @@ def test_a_local_log_reads_what_it_was_told(tmp_path: Path) -> None:
     assert log.read() == [{"kind": "snapshot", "state": {"x": 1}}]
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_what_was_read_can_be_read_again(tmp_path: Path, local: bool) -> None:
+    log = LocalLog() if local else CommitLog.create(tmp_path)
+    commit(log, *numbers(1, 2))
+    commit(log, *numbers(3))
+    assert log.read() == numbers(1, 2, 3) and log.read() == []
+    before = log.bytes_since_snapshot
+    commit(log, *numbers(4))
+    log.rewind()
+    assert log.read() == numbers(1, 2, 3, 4)
+    assert log.bytes_since_snapshot > before > 0 and log.snapshot_bytes == 0
+    with log.transaction():
+        log.compact({"sum": 10})
+    assert log.bytes_since_snapshot == 0 and log.snapshot_bytes > 0
+    commit(log, *numbers(5))
+    for _ in range(2):
+        assert log.read() == [{"kind": "snapshot", "state": {"sum": 10}}, *numbers(5)]
+        log.rewind()
+
+
 def in_child(act: Any) -> bytes:
     """What a function returns in the child of a fork."""
     ours, theirs = os.pipe()
