@@ -259,7 +259,8 @@ def _table(columns: Mapping[str, Any]) -> fr.ExperienceTable:
         return pa.array(values, kind)
 
     table = fr.ExperienceTable()
-    table.append(pa.table({name: arrow(name, values) for name, values in columns.items()}), types=dict(TYPES))
+    types = {name: kind for name, kind in TYPES.items() if name in columns}
+    table.append(pa.table({name: arrow(name, values) for name, values in columns.items()}), types=types)
     return table
 
 
