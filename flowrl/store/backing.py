@@ -292,8 +292,9 @@ class Backing:
         """Where the rows of each number column of a segment lie, except those that are compressed.
 
         Remembered for the segments that were used last: an arena stays mapped at its address as long as it has segments.
+        None of a segment in a file: its layout tells how it lay in memory.
         """
-        if segment.tier == DISK:  # the layout tells how it lay in memory
+        if segment.tier == DISK:
             return {}
         with self.mutex:
             found = self._places.pop(segment.uid, None)
@@ -302,7 +303,7 @@ class Backing:
                 return found
         found = {}
         cache: dict[int, np.ndarray] = {}
-        for one in layouts.parsed(segment.layouts) if segment.tier != DISK else ():
+        for one in layouts.parsed(segment.layouts):
             place = layouts.places(one, root, segment.rows, offsets_cache=cache)
             if place is not None:
                 found[one.name] = place
@@ -324,14 +325,11 @@ class Backing:
         if fork != self.forks:
             return  # made before a fork, in the parent: the pin is the parent's
         self._unpinned.append(uid)
-        if self._idle.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._idle.release()
+        self._take_back_pins()
 
     def _take_back_pins(self) -> None:
-        if self._unpinned and self._idle.acquire(blocking=False):
+        # whoever finds the lock held leaves its pin to the holder, so the holder looks again once it has let go
+        while self._unpinned and self._idle.acquire(blocking=False):
             try:
                 self._drain()
             finally:
@@ -359,7 +357,10 @@ class Backing:
         return bool(gone)
 
     def tidy(self) -> None:
-        """When our memory has grown, look for memory of ended processes that has no rows any more. Inside a transaction."""
+        """Remove files that a reader has let go; when our memory has grown, also memory of ended processes that has no rows any
+        more. Inside a transaction."""
+        if self._files:
+            self.recycle()
         if self.arenas is not None and self.arenas.reserved_bytes > self._tidied:
             self._tidied = self.arenas.reserved_bytes
             self.remove_unused()
@@ -406,6 +407,7 @@ class Backing:
             self.presence.leave()
         with self._idle:
             self._drain()
+        self._take_back_pins()
 
 
 def _in_child() -> None:

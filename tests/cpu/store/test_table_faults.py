@@ -26,6 +26,7 @@ from flowrl.errors import ConfigError, FlowError, StoreError, WaitTimeout
 from flowrl.schema.types import SAMPLE
 from flowrl.store import folders, opening, spill
 from flowrl.store.catalog import Catalog, Record
+from flowrl.store.presence import Presence
 from flowrl.store.table import ExperienceTable
 from tests.cpu.store.checked_rows import (
     FORK,
@@ -726,6 +727,49 @@ def test_a_killed_table_that_cannot_be_saved_is_named_once(killed: Path, monkeyp
     assert not memory.exists()
     with ExperienceTable.open(killed) as table:
         check_rows(table.batch(), np.arange(64))
+
+
+def test_files_of_rows_that_are_gone_go_when_their_reader_does(tmp_path: Path) -> None:
+    with ExperienceTable(chunk_rows=32, path=tmp_path / "table") as table:
+        table.append(batch_of(0, 96))
+        table.spill()
+        files = set((tmp_path / "table" / "segments").iterdir())
+        reader = iter(table.scan())
+        check_rows(next(reader), np.arange(32))
+        table.evict(np.arange(96))
+        table.append(batch_of(96, 100))
+        assert all(file.exists() for file in files), "some rows are still to be read"
+        assert [len(batch) for batch in reader] == [32, 32]
+        del reader
+        gc.collect()
+        table.append(batch_of(100, 104))
+        assert not any(file.exists() for file in files)
+
+
+def test_a_pin_that_is_let_go_while_another_thread_looks_is_taken_back() -> None:
+    """By the thread that looks: nobody may come after it."""
+    with ExperienceTable(chunk_rows=32) as table:
+        table.append(batch_of(0, 32))
+        backing = table._backing
+        uid = next(iter(backing.catalog.segments))
+        rows = table.batch()
+        assert isinstance(backing.presence, Presence)
+        assert backing.presence.pinned([uid]) == {uid}
+        real = backing._drain
+        left = [rows]
+        del rows
+
+        def drain() -> None:
+            real()
+            if left:
+                other = threading.Thread(target=lambda: (left.clear(), gc.collect()))
+                other.start()
+                other.join(LONG_S)
+
+        backing._drain = drain  # type: ignore[method-assign]
+        backing._unpinned.append(0)
+        backing._take_back_pins()
+        assert not left and backing.presence.pinned([uid]) == set()
 
 
 def write_then_go_on(name: str, here: Connection) -> None:
