@@ -595,6 +595,34 @@ def test_a_claim_that_is_gone_fills_nothing(remote: RemoteTable, server: TableSe
     assert table.fill("score", [0, 1], [3.0, 4.0]) == 2
 
 
+def test_a_fill_whose_answer_came_too_late_may_be_called_again(server: TableServer, table: Any) -> None:
+    table.append(rows(2))
+    table.add_column("score", None, SAMPLE.f32)
+    go, calls, real = threading.Event(), [], table.claim
+
+    class Late:
+        def __init__(self, claim: Any) -> None:
+            self.numbers, self.batch, self.release, self._claim = claim.numbers, claim.batch, claim.release, claim
+
+        def fill(self, columns: Any) -> None:
+            calls.append("fill")
+            self._claim.fill(columns)
+            assert go.wait(30)
+
+    table.claim = lambda *args, **options: Late(real(*args, **options))
+    with RemoteTable(server.uri, server.token, timeout_s=20) as remote:
+        claim = remote.claim("judge", 2, ["prompt_id"])
+        remote._type_of("score")  # asked for once
+        remote.timeout_s = 0.3
+        with pytest.raises(WaitTimeout, match="it may have been done or not"):
+            claim.fill({"score": [1.0, 2.0]})
+        assert claim.is_open
+        go.set()
+        remote.timeout_s = 20
+        claim.fill({"score": [1.0, 2.0]})
+    assert calls == ["fill"] and table["score"].tolist() == [1.0, 2.0]
+
+
 def test_filling_again_keeps_what_is_there_when_told(remote: RemoteTable, table: Any) -> None:
     table.append(rows(2))
     remote.add_column("score", None, SAMPLE.f32)
