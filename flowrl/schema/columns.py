@@ -113,8 +113,8 @@ class TableSchema:
             found = (item.metadata or {}).get(b"flowrl.type")
             if found is None:
                 raise SchemaError(
-                    f"Arrow field '{item.name}' ({item.type}) carries no 'flowrl.type' metadata and is no column whose type is "
-                    f"known; say it: types={{'{item.name}': fr.SAMPLE.f32}}, or whatever its values are"
+                    f"Arrow field '{item.name}' ({item.type}) carries no 'flowrl.type' metadata, so its granularity is unknown; "
+                    f"say its type: types={{'{item.name}': fr.SAMPLE.f32}}, or whatever its values are"
                 )
             doc = (item.metadata or {}).get(b"flowrl.doc", b"").decode()
             columns.append(Column(item.name, ColumnType.parse(found.decode()), doc))
