@@ -367,6 +367,9 @@ class ExperienceTable:
             numbers = catalog.alive.nth(rows.astype(np.int64) % max(held, 1)) if rows.size else rows
             chunks = dict.fromkeys(c for a, b in RowSet.of(numbers) for c in catalog.chunk_ranges(a, b))
             pairs = [pair for first, end in chunks for pair in catalog.alive.clip(first, end)]
+            ready = catalog.ready(check_columns(catalog, columns))
+            if not all(rows_.covers(a, b) for rows_ in ready for a, b in pairs):
+                pairs = RowSet.of(numbers).pairs()  # others of the chunk may lack a column that is filled later
             view, _ = self._view(columns, pairs)
         starts = np.asarray([a for a, _ in pairs], np.int64)
         before = np.cumsum([0, *(b - a for a, b in pairs)], dtype=np.int64)

@@ -289,3 +289,15 @@ def test_small_slips_are_told_apart() -> None:
         with pytest.raises(DataError, match=r"restore needs what state\(\) returned"):
             rows.restore(saved)
     assert len(rows) == 4
+
+
+def test_filled_rows_are_read_though_their_neighbours_are_not_filled() -> None:
+    rows = private(chunk_rows=4)
+    rows.append(numbers(0, 6))
+    rows.add_column("reward", None, SAMPLE.f32)
+    rows.fill("reward", [0, 2, 5], [0.5, 1.0, 2.0])
+    assert rows.take([5, 0, 2], ["number", "reward"]).to_pylist() == [
+        {"number": n, "reward": r} for n, r in ((5, 2.0), (0, 0.5), (2, 1.0))
+    ]
+    with pytest.raises(DataError, match="'reward' is not there yet for 1 of 2 rows"):
+        rows.take([0, 1])
