@@ -8,7 +8,7 @@ A list of dicts whose arrays have the right dtypes already is written without an
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def incoming(
         version: of the table's columns, which `schema` is.
         later: columns that rows need not bring; a column that some rows bring and others get later is refused.
     """
-    _check_types(types, rows)
+    _check_types(types)
     wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
     if keep_together is None and _are_plain(rows) and rows and rows[0]:
         found = _plain_types(rows[0], types, wanted)
@@ -80,26 +80,14 @@ def incoming(
     return Incoming(len(batch), batch.types, batch, (), groups, version if is_known else -1)
 
 
-def _check_types(types: Any, rows: Any) -> None:
-    """Types are column types, of columns that the rows have."""
+def _check_types(types: Any) -> None:
+    """Types are column types. They may be of more columns than the rows have: one map serves every append."""
     if not types:
         return
     if not isinstance(types, Mapping):
         raise SchemaError(f"types= maps a column's name to its type; found {type(types).__name__}")
     for name, kind in types.items():
         check_storable(name, kind)
-    names = _names_of(rows)
-    for name in types if names else ():
-        if name not in names:
-            raise SchemaError(f"types= names a column '{name}' that the rows to append lack; {nearest(name, names)}")
-
-
-def _names_of(rows: Any) -> Collection[str]:
-    if isinstance(rows, RowBatch):
-        return rows.names
-    if isinstance(rows, pa.Table | pa.RecordBatch):
-        return list(rows.schema.names)
-    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], Mapping) else ()
 
 
 def _are_plain(rows: Any) -> bool:

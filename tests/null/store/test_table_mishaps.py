@@ -281,8 +281,8 @@ def test_small_slips_are_told_apart() -> None:
         rows.find("prompt_id", "p0")
     with pytest.raises(SchemaError, match="evict needs a list of row numbers"):
         rows.evict([1.5])
-    with pytest.raises(SchemaError, match="types= names a column 'nmuber'.*did you mean 'number'"):
-        rows.append([{"prompt_id": "a", "number": 1}], {"nmuber": SAMPLE.i64})
+    with pytest.raises(SchemaError, match="types= maps a column's name to its type; found list"):
+        rows.append([{"prompt_id": "a", "number": 1}], [SAMPLE.i64])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="A folder: path="):
         ExperienceTable("replay")  # type: ignore[arg-type]
     for saved in ({}, {**rows.state(), "rows": b"x"}, {**rows.state(), "appended": 1}):
