@@ -325,7 +325,11 @@ class Backing:
         if fork != self.forks:
             return  # made before a fork, in the parent: the pin is the parent's
         self._unpinned.append(uid)
-        self._take_back_pins()
+        while self._unpinned and self._idle.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._idle.release()
 
     def _take_back_pins(self) -> None:
         # whoever finds the lock held leaves its pin to the holder, so the holder looks again once it has let go
