@@ -27,6 +27,7 @@ from flowrl.store import layout as layouts
 from flowrl.store.arena import Arenas, Block, Mapped, remove_unused
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Record, Segment
 from flowrl.store.log import CommitLog, LocalLog
+from flowrl.store.placing import places_of
 from flowrl.store.presence import LocalPresence, Presence
 from flowrl.store.staging import ArrayCarrier
 
@@ -301,12 +302,7 @@ class Backing:
             if found is not None:
                 self._places[segment.uid] = found
                 return found
-        found = {}
-        cache: dict[int, np.ndarray] = {}
-        for one in layouts.parsed(segment.layouts):
-            place = layouts.places(one, root, segment.rows, offsets_cache=cache)
-            if place is not None:
-                found[one.name] = place
+        found = {} if segment.tier == DISK else places_of(layouts.parsed(segment.layouts), root, segment.rows)
         with self.mutex:
             while len(self._places) >= PLACES_KEPT:
                 del self._places[next(iter(self._places))]

@@ -194,6 +194,11 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: f
     _check_fits(bounds, rows, nbytes)
     if bounds.on_full == "evict" and bounds.max_bytes is None:
         return
+    if bounds.max_bytes is None and bounds.on_full == "wait":
+        with backing.mutex:  # a look without the lock; the commit looks again, with it
+            backing.replay()
+            if _leaving(backing, bounds, rows, nbytes) is not None:
+                return
     while True:
         with backing.transaction(bounds.timeout_s) as catalog:
             if bounds.on_full == "raise":
@@ -507,8 +512,9 @@ def _pieces_of_a_full_chunk(catalog: Catalog, chunk_rows: int) -> list[Segment]:
 
 
 def _is_used_up(catalog: Catalog, first: int, end: int) -> bool:
-    """Whether every consumer has the rows already, so that making them one would be work for nothing."""
-    return bool(catalog.nodes) and all(node.taken.covers(first, end) for node in catalog.nodes.values())
+    """Whether every consumer has most of the rows already, so that making them one would be work for nothing."""
+    half = (end - first) / 2
+    return bool(catalog.nodes) and all(length(node.taken.clip(first, end)) > half for node in catalog.nodes.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------- evict

@@ -83,8 +83,19 @@ def decode(
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> tuple[ColumnLayout, ...]:
-    """Layouts from their JSON, as a segment's record has them."""
-    return tuple(ColumnLayout.from_json(one) for one in json.loads(text))
+    """Layouts from their text, as a segment's record has it."""
+    same, buffers = text.split("\n")
+    return tuple(
+        [
+            ColumnLayout(name, kind, encoding, tuple([Buffer(*b) for b in one]), inner, once)
+            for (name, kind, encoding, inner, once), one in zip(_parsed_line(same), json.loads(buffers), strict=True)
+        ]
+    )
+
+
+@lru_cache(maxsize=1024)
+def _parsed_line(text: str) -> list[tuple[str, ColumnType, str, tuple[int, ...], bool]]:
+    return [(name, _parsed(kind), form, tuple(inner), bool(once)) for name, kind, form, inner, once in json.loads(text)]
 
 
 @dataclass(frozen=True, slots=True)

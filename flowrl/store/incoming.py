@@ -54,6 +54,7 @@ def incoming(
     later: frozenset[str],
     keep_together: str | None,
     version: int = -1,
+    checked: Mapping[str, ColumnType] | None = None,
 ) -> Incoming:
     """Errors: SchemaError for missing, unknown or wrongly typed columns; DataError for missing values.
 
@@ -61,9 +62,11 @@ def incoming(
         types: of columns that neither the table nor the standard columns know.
         schema: of the table; None before the first rows.
         version: of the table's columns, which `schema` is.
+        checked: the types of the last append, which need not be looked at again.
         later: columns that rows need not bring; a column that some rows bring and others get later is refused.
     """
-    _check_types(types)
+    if types is not checked:
+        _check_types(types)
     wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
     if keep_together is None and _are_plain(rows) and rows and rows[0]:
         found = _plain_types(rows[0], types, wanted)

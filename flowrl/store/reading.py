@@ -133,11 +133,11 @@ class View:
             if len({(piece.bits, piece.inner) for piece, _ in pieces}) != 1:
                 return None  # no rows, or values of an inner length that was not known for some of them
             lengths = [piece.length[rows] for piece, rows in pieces if piece.length is not None]
-            whole = np.concatenate(lengths) if lengths else None
+            whole = _joined(lengths) if lengths else None
             if self._types[name].granularity is TOKEN:  # one array for all columns of one value per token
                 axis = whole if axis is None else axis
                 whole = axis
-            address = np.concatenate([piece.address[rows] for piece, rows in pieces])
+            address = _joined([piece.address[rows] for piece, rows in pieces])
             first = pieces[0][0]
             made.append(GatherColumn(name, self._types[name], address, whole, first.bits, first.inner, self.parts))
         return made
@@ -222,6 +222,10 @@ class View:
         batch = RowBatch.of_stored(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
         # an inner length that only a name stood for when these rows came is known by now
         return batch.as_types({name: self._types[name] for name in names})
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _pick(batch: RowBatch, rows: np.ndarray) -> RowBatch:

@@ -150,6 +150,8 @@ class ExperienceTable:
         self._by_use = settings["eviction"] == "lru"
         tiers = Tiers(settings["compression"], settings["hot_bytes"], settings["memory_bytes"], self._path)
         self._mover = Mover(self._backing, tiers)
+        self._checked: Mapping[str, ColumnType] | None = None
+        """Types that came with the last append: looked at once."""
         self._schema: tuple[int, TableSchema | None, frozenset[str]] | None = None
         """Version of the columns; those that rows bring, None while unknown; those that are filled later."""
         if self._path is not None and not readonly:
@@ -266,7 +268,8 @@ class ExperienceTable:
                 known = self.schema if len(catalog.columns) > len(later) else None
                 self._schema = (catalog.columns_version, known, later)
             version, schema, later = self._schema
-        found = incoming(rows, types, schema, later, self.keep_together, version)
+        found = incoming(rows, types, schema, later, self.keep_together, version, self._checked)
+        self._checked = types
         check_groups(found.groups, self.keep_together, self.max_rows)
         if not found.num_rows and schema is not None:
             return range(catalog.appended, catalog.appended)

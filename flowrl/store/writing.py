@@ -50,21 +50,14 @@ def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
 
 
 def _text(columns: Sequence[layouts.ColumnLayout]) -> str:
-    """The layouts as JSON. What is the same for every segment of a column is written once."""
-    made = []
-    for column in columns:
-        before, after = _around(column.name, column.type, column.encoding, column.inner, column.once)
-        buffers = [f"[{b.offset},{b.stored}]" if b.raw is None else _encode(b.to_json()) for b in column.buffers]
-        made.append(f"{before}{','.join(buffers)}{after}")
-    return f"[{','.join(made)}]"
+    """The layouts as text: a line that is the same for every segment of these columns, and a line of buffers."""
+    same = _same_line(tuple([(c.name, c.type, c.encoding, c.inner, c.once) for c in columns]))
+    return f"{same}\n{_encode([[b.to_json() for b in column.buffers] for column in columns])}"
 
 
 @lru_cache(maxsize=1024)
-def _around(name: str, kind: ColumnType, encoding: str, inner: tuple[int, ...], once: bool) -> tuple[str, str]:
-    """What a layout's JSON has before and after its buffers."""
-    whole = layouts.ColumnLayout(name, kind, encoding, (), inner, once).to_json()
-    before, after = _encode(whole[:3]), _encode(whole[4:])
-    return f"{before[:-1]},[", f"],{after[1:]}"
+def _same_line(columns: tuple[tuple[str, ColumnType, str, tuple[int, ...], bool], ...]) -> str:
+    return _encode([[name, str(kind), encoding, inner, int(once)] for name, kind, encoding, inner, once in columns])
 
 
 def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
