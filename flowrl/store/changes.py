@@ -594,18 +594,17 @@ def restore(backing: Backing, saved: Mapping[str, Any], bounds: Bounds) -> None:
             for there, ipc in saved.get("filled", {}).values():
                 part = RowBatch.from_ipc(ipc)
                 fresh.apply({"kind": "columns", "columns": [_column(c, False) for c in part.schema]})
-                made: list[Segment] = []
-                _restore_rows(backing, part, there, [], bounds, made)
-                segments += made
-                fresh.apply({"kind": "segments", "new": [s.to_json() for s in made]})
+                before = len(segments)
+                _restore_rows(backing, part, there, [], bounds, segments)
+                fresh.apply({"kind": "segments", "new": [s.to_json() for s in segments[before:]]})
+        for node, done in saved.get("nodes", {}).items():  # what was claimed and not done is given back
+            fresh.nodes[node] = NodeState(RowSet(done), RowSet(done))
+        fresh.finished = saved.get("finished", False)
+        fresh.appended, fresh.evicted, fresh.version = saved["appended"], saved["evicted"], saved["version"]
+        backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
     except BaseException:
-        backing.discard(blocks_of(segments))
+        backing.discard_uncommitted(segments)
         raise
-    for node, done in saved.get("nodes", {}).items():  # what was claimed and not done is given back
-        fresh.nodes[node] = NodeState(RowSet(done), RowSet(done))
-    fresh.finished = saved.get("finished", False)
-    fresh.appended, fresh.evicted, fresh.version = saved["appended"], saved["evicted"], saved["version"]
-    backing.commit({"kind": "snapshot", "state": fresh.snapshot()})
 
 
 def _check_saved(saved: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Opened:
     path: Path | None
 
 
-def create(settings: Mapping[str, Any], path: Path | None, memory: str, reopen: object = None) -> Opened:
+def create(settings: Mapping[str, Any], path: Path | None, memory: str) -> Opened:
     """A new table. Errors: ConfigError when there is one at the path already; StoreError when it cannot be made."""
     record = {"kind": "table", "settings": dict(settings)}
     if memory == "private":

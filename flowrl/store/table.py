@@ -65,7 +65,7 @@ class ExperienceTable:
         len(table), table.columns, table["reward"], table.take([0, -1])
 
     Another process opens the same rows with `ExperienceTable.open(table.name)`, or is handed the table itself (it pickles as
-    its name). Threads may share one.
+    its name). Threads may share one; appends of several threads are in no order.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ExperienceTable:
         if schema is not None and not isinstance(schema, TableSchema):
             raise ConfigError(f"an ExperienceTable takes a TableSchema first; found {schema!r}. A folder: path='...'")
         folder = None if path is None else Path(path).expanduser()
-        self._start(opening.create(settings, folder, memory, _open_and_close), readonly=False)
+        self._start(opening.create(settings, folder, memory), readonly=False)
         if schema is not None and len(schema):
             columns = [[c.name, str(c.type), True, c.doc] for c in schema]
             with self._backing.transaction():
@@ -598,11 +598,6 @@ class ExperienceTable:
                 "a table with memory='private' stays in its process; make it with memory='shared' to hand it to another"
             )
         return (ExperienceTable.open, (self._name,))
-
-
-def _open_and_close(path: Path) -> None:
-    """Save the rows of a table whose processes were killed."""
-    ExperienceTable.open(path).close()
 
 
 def _leave(backing: Backing, mover: Mover, opened: opening.Opened, readonly: bool, pid: int) -> None:
