@@ -351,7 +351,8 @@ class ExperienceTable:
             pairs = catalog.alive.pairs() if pairs is None else pairs
             bounds = list(dict.fromkeys(c for a, b in pairs for c in catalog.chunk_ranges(a, b)))
             view = View.of(self._backing, pairs, names)
-            if self._by_use and bounds and not self.readonly:
+            # who reads everything says nothing about what is used
+            if self._by_use and 0 < len(bounds) < len(catalog.recent) and not self.readonly:
                 self._backing.commit({"kind": "touch", "chunks": [first for first, _ in bounds]})
         return view, bounds
 
