@@ -42,6 +42,7 @@ from flowrl.store.columns import (
     with_lengths,
 )
 from flowrl.store.decoding import Buffer, ColumnLayout, Places, Stored, decode, parsed, places
+from flowrl.store.kernels import packer
 from flowrl.store.rows import RowBatch
 
 __all__ = [
@@ -51,12 +52,41 @@ __all__ = [
 ALIGN = 64
 
 
+class _Arrays:
+    """A column of arrays that compiled code has looked at: contiguous, of the column's dtype and one shape of a value."""
+
+    __slots__ = ("base", "first", "found", "keep", "line", "place", "stride")
+
+    def __init__(
+        self,
+        line: list[int],
+        first: int,
+        found: np.ndarray,
+        place: int,
+        base: int,
+        stride: int,
+        keep: Sequence[np.ndarray],
+    ) -> None:
+        self.line, self.found, self.place, self.keep = line, found, place, keep
+        """`line`, and `found[place]`, are as `inspect` of `flowrl.store.kernels.packing` gives them."""
+        self.first = first
+        """Columns with the same row lengths have the same."""
+        self.base, self.stride = base, stride
+        """Address of `found[place]`, and bytes from one of its lines to the next."""
+
+
 class _Pending:
-    """A buffer to be written: arrays of one dtype end to end, or bytes."""
+    """A buffer to be written: arrays of one dtype end to end, or bytes; with `step`, what compiled code is to do."""
 
-    __slots__ = ("nbytes", "place", "source")
+    __slots__ = ("nbytes", "place", "source", "step")
 
-    def __init__(self, nbytes: int, source: Sequence[np.ndarray] | np.ndarray | bytes) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        source: Any,
+        step: tuple[int, int, int, int, int] | None = None,
+    ) -> None:
+        self.step = step
         self.nbytes = nbytes
         self.source = source
         self.place: Buffer | None = None
@@ -68,7 +98,7 @@ class Prepared:
     Made by `prepare`, `prepare_rows` and `merge`. Holds on to the arrays it was made from until it is gone.
     """
 
-    __slots__ = ("_pending", "layouts", "nbytes", "num_rows", "raw_bytes")
+    __slots__ = ("_kernel", "_pending", "layouts", "nbytes", "num_rows", "raw_bytes")
 
     def __init__(
         self,
@@ -77,7 +107,9 @@ class Prepared:
         nbytes: int,
         num_rows: int,
         raw_bytes: int,
+        kernel: Any = None,
     ) -> None:
+        self._kernel = kernel
         self.layouts = layouts
         self.num_rows = num_rows
         self.nbytes = nbytes
@@ -97,14 +129,23 @@ class Prepared:
                 f"these columns need a block of {self.nbytes} bytes; found {into.dtype} of shape {into.shape}. Allocate "
                 "`prepared.nbytes`"
             )
+        flags = into.flags
+        if not (flags.c_contiguous and flags.writeable):
+            raise StoreError(
+                "columns are written to one run of bytes that may be written; found strided or read-only memory"
+            )
         into = into[: self.nbytes]
         raw = into.data
+        lines = []
         typed: dict[np.dtype[Any], np.ndarray] = {}  # the block seen as each dtype, once
         for pending in self._pending:
             source, place = pending.source, pending.place
             if not pending.nbytes or place is None:
                 continue
             start, stop = place.offset, place.offset + pending.nbytes
+            if pending.step is not None:
+                lines.append((*pending.step, start))
+                continue
             if isinstance(source, bytes):
                 raw[start:stop] = source
                 continue
@@ -120,13 +161,16 @@ class Prepared:
                 target[:] = first
             else:
                 np.concatenate(source, out=target, casting="no")
+        if lines:
+            self._kernel.write(lines, into.__array_interface__["data"][0])
 
 
 class _Builder:
     """Collects columns; `finish` gives every buffer its place."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, kernel: Any = None) -> None:
         self.num_rows = num_rows
+        self.kernel = kernel
         self._columns: list[tuple[str, ColumnType, str, list[_Pending], tuple[int, ...], bool]] = []
         self._token: _Axis | None = None
         self._indexes: list[tuple[list[bool], _Pending]] = []
@@ -136,15 +180,16 @@ class _Builder:
         placed: list[_Pending] = []
         end = 0
         layouts = []
+        new = tuple.__new__  # what a named tuple does in the end, in a third of the time
         for name, kind, encoding, pending, inner, once in self._columns:
             for buffer in pending:
                 if buffer.place is None:
-                    buffer.place = Buffer(end, buffer.nbytes)
-                    end = _round_up(end + buffer.nbytes)
+                    buffer.place = new(Buffer, (end, buffer.nbytes, "none", None))
+                    end += -(-buffer.nbytes // ALIGN) * ALIGN
                     placed.append(buffer)
-            buffers = tuple([buffer.place for buffer in pending if buffer.place is not None])
-            layouts.append(ColumnLayout(name, kind, encoding, buffers, inner, once))
-        return Prepared(tuple(layouts), placed, end, self.num_rows, self._raw)
+            buffers = tuple([buffer.place for buffer in pending])
+            layouts.append(new(ColumnLayout, (name, kind, encoding, buffers, inner, once)))
+        return Prepared(tuple(layouts), placed, end, self.num_rows, self._raw, self.kernel)
 
     def add(self, name: str, kind: ColumnType, values: Values) -> bool:
         """A column in its stored form; False for TOKEN columns of different lengths."""
@@ -187,6 +232,33 @@ class _Builder:
         if len(parts) > 1 and 0 in lengths:  # inner lengths may be unknown where there are no values
             parts = [part for part in parts if len(part)] or parts[:1]
         return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, changes)
+
+    def add_arrays(self, name: str, kind: ColumnType, arrays: _Arrays, inner: tuple[int, ...]) -> bool:
+        """What `add_list` does, for arrays that compiled code has looked at."""
+        axis = self._axis_of(kind, arrays)
+        if axis is None:
+            return False
+        kernel, line, offsets, changes = self.kernel, arrays.line, axis.offsets, None
+        total, count, bit_bytes, which = axis.total, self.num_rows, line[kernel.BIT_BYTES], kernel.ADDRESSES
+        numbers = line[kernel.NUMBERS]
+        size = line[kernel.SIZE] * numbers
+        self._raw += size * total
+        runs = line[kernel.RUNS]
+        if runs < count and self._saves(size * line[kernel.RUN_TOTAL] + 8 * runs + 8, size * total + offsets.nbytes):
+            total, count, bit_bytes, which = (
+                line[kernel.RUN_TOTAL],
+                runs,
+                line[kernel.RUN_BIT_BYTES],
+                kernel.RUN_ADDRESSES,
+            )
+            offsets = _line_of(kernel, arrays, kernel.RUN_OFFSETS, runs + 1)
+            changes = arrays.found[arrays.place, kernel.CHANGES, 1:-1].tolist()
+        addresses = arrays.base + arrays.stride * which
+        if kind.dtype == "bool":
+            values = _Pending(bit_bytes, arrays, (kernel.BITS, addresses, addresses + arrays.stride, count, numbers))
+            return self._put(name, kind, "bits", [values, offsets], inner, changes)
+        values = _Pending(size * total, arrays, (kernel.COPY, addresses, addresses + arrays.stride, count, size))
+        return self._put(name, kind, "list", [values, offsets], inner, changes)
 
     def add_bits(
         self, name: str, kind: ColumnType, bits: list[np.ndarray], lengths: list[int], inner: tuple[int, ...]
@@ -249,11 +321,15 @@ class _Builder:
         pending = [_Pending(nbytes, _together(pieces)), _offsets(map(len, pieces), len(pieces)), offsets]
         return self._put(name, kind, "texts", pending, (), changes)
 
-    def _axis_of(self, kind: ColumnType, lengths: list[int]) -> _Axis | None:
+    def _axis_of(self, kind: ColumnType, lengths: list[int] | _Arrays) -> _Axis | None:
         """Row lengths, those of the TOKEN columns before; None when they should be and are not."""
         if kind.granularity is TOKEN and self._token is not None:
-            return self._token if self._token.lengths == lengths else None
-        axis = _Axis(lengths)
+            return self._token if self._token.has(lengths, self.kernel) else None
+        if isinstance(lengths, _Arrays):
+            offsets = _line_of(self.kernel, lengths, self.kernel.OFFSETS, self.num_rows + 1)
+            axis = _Axis(lengths, offsets, lengths.line[self.kernel.TOTAL])
+        else:
+            axis = _Axis(lengths, _offsets(lengths), sum(lengths))
         self._raw += axis.offsets.nbytes
         if kind.granularity is TOKEN:
             self._token = axis
@@ -306,10 +382,24 @@ class _Axis:
 
     __slots__ = ("lengths", "offsets", "total")
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.offsets = _offsets(lengths)
-        self.total = sum(lengths)
+    def __init__(self, lengths: list[int] | _Arrays, offsets: _Pending, total: int) -> None:
+        self.lengths, self.offsets, self.total = lengths, offsets, total
+
+    def has(self, lengths: list[int] | _Arrays, kernel: Any) -> bool:
+        """Whether these are the same."""
+        known = self.lengths
+        if isinstance(known, _Arrays) and isinstance(lengths, _Arrays):
+            return known.first == lengths.first
+        return _listed(known, kernel) == _listed(lengths, kernel)
+
+
+def _listed(lengths: list[int] | _Arrays, kernel: Any) -> list[int]:
+    return lengths.found[lengths.place, kernel.LENGTHS, :-1].tolist() if isinstance(lengths, _Arrays) else lengths
+
+
+def _line_of(kernel: Any, arrays: _Arrays, which: int, count: int) -> _Pending:
+    """So many numbers of what was found about arrays."""
+    return _Pending(8 * count, arrays, (kernel.FLAT, arrays.base + arrays.stride * which, 0, 0, 8 * count))
 
 
 def _pieces(texts: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -381,8 +471,16 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
     columns = _columns_of(rows, plan)
     if columns is None:
         return None
-    builder = _Builder(len(rows))
+    kernel = packer(len(rows))
+    arrays = _inspected(kernel, plan, columns, len(rows)) if kernel is not None and plan.arrays else {}
+    builder = _Builder(len(rows), kernel)
     for (name, kind, how, dtype), values in zip(plan.columns, columns, strict=True):
+        good = arrays.get(name)
+        if good is not None:
+            inner = () if how == _FLAT else values[0].shape[1:]
+            if not builder.add_arrays(name, kind if how == _FLAT else _typed(name, kind, inner), good, inner):
+                return None
+            continue
         kinds = set(map(type, values))
         if not kinds <= _KNOWN:
             values = _arrays(values)
@@ -406,6 +504,19 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
     return builder.finish()
 
 
+def _inspected(kernel: Any, plan: _Plan, columns: Sequence[Sequence[Any]], num_rows: int) -> dict[str, _Arrays]:
+    """By name, the columns that are arrays which can be copied as they are."""
+    table = plan.table_for(kernel)
+    values = [columns[column] for column in plan.arrays]
+    found = kernel.inspect(table, values, num_rows)
+    base, (step, stride, _) = found.__array_interface__["data"][0], found.strides
+    return {
+        plan.names[column]: _Arrays(line, line[kernel.SAME], found, place, base + place * step, stride, values[place])
+        for place, (column, line) in enumerate(zip(plan.arrays, table.tolist(), strict=True))
+        if line[kernel.IS_GOOD]
+    }
+
+
 _FLAT, _LISTS, _NUMBER, _TEXT, _OTHER = range(5)
 """Of a column: arrays [T] of numbers, arrays [T, *inner], one number, one text, anything else."""
 
@@ -413,13 +524,24 @@ _FLAT, _LISTS, _NUMBER, _TEXT, _OTHER = range(5)
 class _Plan:
     """What does not change from one call to the next with the same types."""
 
-    __slots__ = ("columns", "names", "pick", "types")
+    __slots__ = ("_table", "arrays", "columns", "names", "pick", "types")
 
     def __init__(self, types: Mapping[str, ColumnType]) -> None:
         self.types = tuple(types.values())
         self.names = tuple(types)
         self.pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
         self.columns = [(name, kind, _how(name, kind), NUMPY_DTYPES[kind.dtype]) for name, kind in types.items()]
+        self.arrays = [number for number, (_, _, how, _) in enumerate(self.columns) if how in (_FLAT, _LISTS)]
+        """Columns of arrays, if the rows are as they should be."""
+        self._table: np.ndarray | None = None
+
+    def table_for(self, kernel: Any) -> np.ndarray:
+        """A new table for `inspect`, a line for each of `arrays`."""
+        if self._table is None:
+            columns = [self.columns[number] for number in self.arrays]
+            lines = [kernel.line_of(dtype, how == _FLAT, kind.granularity is PROMPT) for _, kind, how, dtype in columns]
+            self._table = np.array(lines, np.int64)
+        return self._table.copy()
 
 
 def _how(name: str, kind: ColumnType) -> int:
@@ -453,7 +575,7 @@ def _columns_of(rows: Sequence[Mapping[str, Any]], plan: _Plan) -> list[Sequence
         return None
     try:
         if plan.pick is None:
-            return [[row[name] for row in rows] for name in plan.names]
+            return [tuple([row[name] for row in rows]) for name in plan.names]
         return list(zip(*map(plan.pick, rows), strict=True))
     except KeyError:
         return None

@@ -6,7 +6,7 @@
 
 Two implementations, equal bit for bit: `numba_path` (compiled, lets other threads run) and `numpy_path`. Rows are read by
 address, so nothing here knows of tables, segments or processes; whoever builds a `Gather` keeps their memory alive
-(`GatherColumn.keep`).
+(`GatherColumn.keep`, `Plan.keep`).
 
 Shape letters: N rows that can be asked for, M rows of a batch, L the longest of them, T values of all of them.
 """
@@ -65,10 +65,9 @@ class Gather:
     Errors: SchemaError for a text column, or TOKEN columns of different lengths.
     """
 
-    def __init__(self, columns: Sequence[GatherColumn], kernel: str = "auto") -> None:
-        self.columns = tuple(columns)
+    def __init__(self, columns: Sequence[GatherColumn] | Plan, kernel: str = "auto") -> None:
+        self._plan = columns if isinstance(columns, Plan) else plan_of(tuple(columns))
         self.kernel = choose(kernel)
-        self._plan = _plan(self.columns)
         self._path = _numba() if self.kernel == "numba" else numpy_path
 
     def __len__(self) -> int:
@@ -103,7 +102,7 @@ class Gather:
     def _gather(self, rows: np.ndarray, multiple: int, is_packed: bool, take: Take | None) -> dict[str, np.ndarray]:
         plan = self._plan
         rows = np.ascontiguousarray(rows, np.int64)
-        sizes = np.empty((len(plan.outputs) + 1, 2), np.int64)
+        sizes = np.empty((len(plan.form.table) + 1, 2), np.int64)
         wrong = self._path.measure(plan, rows, multiple, is_packed, sizes)
         if wrong >= 0:
             raise DataError(f"a batch was asked for row {rows[wrong]} of {plan.num_rows} rows")
@@ -135,6 +134,15 @@ class Gather:
                 raise DataError(
                     f"column '{name}' has {along} values in one batch; int32 bounds end at 2^31. Make it smaller"
                 )
+
+
+def locate(
+    root: np.ndarray, buffers: np.ndarray, lines: np.ndarray, low: int, high: int, matrix: np.ndarray, at: int
+) -> bool:
+    """See `numpy_path.locate`; by the kernel that "auto" means."""
+    path: Any = _numba() if choose() == "numba" else numpy_path
+    found: bool = path.locate(root, buffers, lines, low, high, matrix, at)
+    return found
 
 
 def gather_padded(
@@ -200,6 +208,34 @@ def _numba() -> Any:
     return numba_path
 
 
+def packer(num_rows: int) -> Any:
+    """`flowrl.store.kernels.packing`, to write so many more rows of arrays; None when NumPy is to do it.
+
+    With "auto", NumPy writes the first rows of a process: to load compiled code, or even compile it, takes the time of
+    writing very many.
+    """
+    global _packed_rows
+    if _forced == "numpy":
+        return None
+    if _forced == "auto" and _packed_rows < _FEW_ROWS:
+        _packed_rows += num_rows
+        return None
+    return _packing()
+
+
+_packed_rows, _FEW_ROWS = 0, 512
+
+
+@lru_cache(maxsize=1)
+def _packing() -> Any:
+    """The module; None when it cannot be imported, or objects of Python are not laid out as it needs."""
+    try:
+        from flowrl.store.kernels import packing
+    except ImportError:
+        return None
+    return packing
+
+
 _MOST = int(np.iinfo(np.int32).max)
 _PER_ROW, _PADDED, _PACKED, _BOUNDS = range(4)
 
@@ -212,10 +248,9 @@ def _view(output: Output, is_packed: bool) -> tuple[str, np.dtype[Any], int, tup
     return output.name, output.dtype, how, output.inner
 
 
-def _plan(columns: tuple[GatherColumn, ...]) -> Plan:
-    form = _form_of(columns)
-    addresses = [np.ascontiguousarray(column.address, np.int64) for column in columns]
-    axes = [np.ascontiguousarray(columns[column].length, np.int64) for column in form.keys]
+def plan_of(columns: tuple[GatherColumn, ...]) -> Plan:
+    """The plan of columns that lie anywhere. Errors: as `Gather`."""
+    form = form_of(columns)
     for output in form.outputs:
         if output.column >= 0 and output.axis >= 0:
             length, wanted = columns[output.column].length, columns[form.keys[output.axis]].length
@@ -223,17 +258,23 @@ def _plan(columns: tuple[GatherColumn, ...]) -> Plan:
                 raise SchemaError(
                     f"TOKEN columns of a row have one value per response token; '{output.name}' has others"
                 )
-    counts = {*map(len, addresses), *map(len, axes)}
+    lines = [column.address for column in columns]
+    lines += [length for key in form.keys if (length := columns[key].length) is not None]
+    counts = set(map(len, lines))
     if len(counts) > 1:
         raise SchemaError(f"columns to be gathered have the same rows; found {sorted(counts)} of them")
-    return Plan(form, addresses, axes, counts.pop() if counts else 0)
+    matrix = np.empty((form.lines, counts.pop() if counts else 0), np.int64)
+    for number, line in enumerate(lines):
+        matrix[number] = line
+    return Plan(form, matrix, [column.keep for column in columns])
 
 
 _forms: dict[tuple[Any, ...], tuple[Form, tuple[ColumnType, ...]]] = {}
 _MOST_FORMS = 256
 
 
-def _form_of(columns: tuple[GatherColumn, ...]) -> Form:
+def form_of(columns: tuple[GatherColumn, ...]) -> Form:
+    """What batches of such columns consist of; of a column's `length` only whether there is one matters."""
     # types are compared by identity, which is faster; those of a form are kept, so that no other comes to have their ids
     key = tuple([(c.name, id(c.type), c.length is None, c.bits, c.inner) for c in columns])
     known = _forms.get(key)

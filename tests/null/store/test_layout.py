@@ -1,5 +1,7 @@
 """Columns of every type lie in a block and come back bit for bit."""
 
+import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ from hypothesis import given, strategies as st
 from flowrl.errors import DataError, FlowError, SchemaError, StoreError
 from flowrl.schema import PROMPT, SAMPLE, TOKEN, TURN, ColumnType
 from flowrl.schema.ragged import Ragged
+from flowrl.store import kernels
 from flowrl.store.codecs import encode_buffer
 from flowrl.store.columns import NUMPY_DTYPES
+from flowrl.store.kernels import choose, forced
 from flowrl.store.layout import ALIGN, Buffer, ColumnLayout, Prepared, decode, merge, places, prepare, prepare_rows
 from flowrl.store.rows import RowBatch
 from tests.null.store.strategies import TYPES, batch_of, row_lists
@@ -296,6 +300,161 @@ def test_types_that_cannot_be_stored_are_refused() -> None:
     assert prepare_rows([{}, {}], {}).num_rows == 2
 
 
+# --------------------------------------------------------------------------------- compiled code that looks at arrays
+
+needs_numba = pytest.mark.skipif(choose() != "numba", reason="numba is not installed, or compiles nothing")
+
+ARRAYS: dict[str, ColumnType] = {
+    "ids": TOKEN.i32, "logprobs": TOKEN.f16, "mask": TOKEN.bool, "top": TOKEN.f32[2, "k"], "marks": TOKEN.bool[3],
+    "prompt": PROMPT.i64["*"], "prompt_mask": PROMPT.bool["*"], "image": PROMPT.u8["*", 5], "other": SAMPLE.f64["*"],
+}  # fmt: skip
+
+
+class Special(np.ndarray):
+    """What NumPy's own arrays do, and is another type."""
+
+
+def odd_array(array: np.ndarray, how: str) -> Any:
+    """The same values in another form."""
+    if how == "strided":
+        return np.repeat(array, 2, axis=0)[::2]
+    if how == "column-major":
+        return np.asfortranarray(array)
+    if how == "read-only":
+        array.flags.writeable = False
+    elif how == "swapped":
+        return array.astype(array.dtype.newbyteorder("S"))
+    elif how == "pickled":  # has a dtype object of its own
+        return pickle.loads(pickle.dumps(array))
+    elif how == "unaligned":
+        room = np.zeros(array.nbytes + 1, np.uint8)
+        made = room[1:].view(array.dtype).reshape(array.shape)
+        made[...] = array
+        return made
+    elif how == "special":
+        return array.view(Special)
+    elif how == "objects":
+        return array.astype(object)
+    elif how == "wider":
+        return array.astype(np.float64)
+    elif how == "list":
+        return array.tolist()
+    elif how == "single":
+        return np.array(array.sum(), array.dtype)
+    elif how == "deeper":
+        return array[..., None]
+    elif how == "shorter":
+        return array[1:]
+    elif how == "none":
+        return None
+    elif how == "twos" and array.dtype == np.bool_:  # true, too
+        return (array.view(np.uint8) * 2).view(np.bool_)
+    return array
+
+
+HOWS = (
+    "strided", "column-major", "read-only", "swapped", "pickled", "unaligned", "special", "objects", "wider", "list",
+    "single", "deeper", "shorter", "none", "twos",
+)  # fmt: skip
+
+
+def array_rows(random: np.random.Generator, count: int, longest: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        tokens = int(random.integers(0, longest + 1)) if random.random() < 0.8 else 0
+        row: dict[str, Any] = {}
+        for name, kind in ARRAYS.items():
+            if rows and kind.granularity is PROMPT and random.random() < 0.7:
+                known = rows[-1][name]
+                row[name] = known if random.random() < 0.5 else known.copy()
+                continue
+            length = tokens if kind.granularity is TOKEN else int(random.integers(0, longest + 1))
+            inner = {"top": (2, 3), "marks": (3,), "image": (5,)}.get(name, ())
+            row[name] = random.integers(0, 2, (length, *inner)).astype(NUMPY_DTYPES[kind.dtype])
+        rows.append(row)
+    return rows
+
+
+def outcome(kernel: str, rows: list[dict[str, Any]]) -> Any:
+    """Layouts, sizes and bytes, or the error."""
+    with forced(kernel):
+        try:
+            prepared = prepare_rows(rows, ARRAYS)
+        except FlowError as error:
+            return type(error), str(error)
+        return prepared.layouts, prepared.raw_bytes, prepared.nbytes, written(prepared).tobytes()
+
+
+@needs_numba
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 20),
+    st.sampled_from([0, 1, 9, 70, 300]),
+    st.lists(st.tuples(st.integers(0, 19), st.sampled_from(list(ARRAYS)), st.sampled_from(HOWS)), max_size=3),
+)
+def test_compiled_code_writes_what_numpy_writes(seed: int, count: int, longest: int, odd: Any) -> None:
+    rows = array_rows(np.random.default_rng(seed), count, longest)
+    for place, name, how in odd:
+        row = rows[place % count]
+        if isinstance(row[name], np.ndarray):
+            row[name] = odd_array(row[name].copy(), how)
+    assert outcome("numba", rows) == outcome("numpy", rows)
+
+
+@needs_numba
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_another_form_are_as_numpy_has_them(name: str, how: str) -> None:
+    for which in ([0], [3], [0, 1, 2, 3, 4]):
+        rows = array_rows(np.random.default_rng(7), 5, 90)
+        for place in which:
+            rows[place][name] = odd_array(rows[place][name].copy(), how)
+        assert outcome("numba", rows) == outcome("numpy", rows)
+
+
+@needs_numba
+@pytest.mark.parametrize("how", ["", "read-only", "pickled", "unaligned", "twos"])
+def test_good_arrays_are_not_left_to_numpy(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = array_rows(np.random.default_rng(3), 4, 90)
+    rows = [{name: odd_array(array.copy(), how) for name, array in row.items()} for row in rows]
+    expected = outcome("numpy", rows)
+    monkeypatch.setattr("flowrl.store.layout._Builder.add_list", None)
+    assert outcome("numba", rows) == expected
+
+
+@needs_numba
+def test_the_arrays_of_prepared_rows_stay_alive() -> None:
+    rows = array_rows(np.random.default_rng(5), 30, 200)
+    expected = outcome("numpy", rows)
+    with forced("numba"):
+        prepared = prepare_rows(rows, ARRAYS)
+    rows.clear()
+    assert array_rows(np.random.default_rng(6), 30, 200)  # takes the memory, were it free
+    assert written(prepared).tobytes() == expected[-1]
+
+
+def test_numpy_writes_the_first_rows_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_packed_rows", 0)
+    monkeypatch.setattr(kernels, "_packing", lambda: "loaded")
+    assert [kernels.packer(256) for _ in range(4)] == [None, None, "loaded", "loaded"]
+    with forced("numpy"):
+        assert kernels.packer(256) is None
+
+
+def test_without_numba_numpy_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "flowrl.store.kernels.packing", raising=False)
+    monkeypatch.delattr(kernels, "packing", raising=False)
+    monkeypatch.setattr(kernels, "_packed_rows", 1 << 20)
+    kernels._packing.cache_clear()
+    try:
+        rows = array_rows(np.random.default_rng(5), 3, 20)
+        assert kernels.packer(3) is None
+        assert outcome("auto", rows) == outcome("numpy", rows)
+    finally:
+        kernels._packing.cache_clear()
+
+
 # -------------------------------------------------------------------------------------------------- wrong blocks
 
 
@@ -305,6 +464,17 @@ def test_a_block_that_is_too_small_is_refused() -> None:
         prepared.write(np.zeros(prepared.nbytes - 1, np.uint8))
     with pytest.raises(StoreError, match="not the one the layout was written for"):
         decode(prepared.layouts[2], np.zeros(8, np.uint8), 1)
+
+
+@pytest.mark.parametrize("kernel", ["numpy", pytest.param("numba", marks=needs_numba)])
+def test_a_block_that_cannot_be_written_is_refused(kernel: str) -> None:
+    with forced(kernel):
+        prepared = prepare_rows([GOOD], {"ids": TOKEN.i32, "logprobs": TOKEN.f32, "reward": SAMPLE.f32})
+    sealed = np.zeros(prepared.nbytes, np.uint8)
+    sealed.flags.writeable = False
+    for into in (sealed, np.zeros(2 * prepared.nbytes, np.uint8)[::2]):
+        with pytest.raises(StoreError, match="one run of bytes that may be written"):
+            prepared.write(into)
 
 
 def test_only_segments_of_the_same_columns_merge() -> None:
