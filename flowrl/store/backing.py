@@ -16,18 +16,16 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from flowrl.errors import StoreError
-from flowrl.store import layout as layouts
 from flowrl.store.arena import Arenas, Block, Mapped, remove_unused
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Record, Segment
 from flowrl.store.log import CommitLog, LocalLog
-from flowrl.store.placing import places_of
 from flowrl.store.presence import LocalPresence, Presence
 from flowrl.store.staging import ArrayCarrier
 
@@ -36,9 +34,6 @@ COMPACT_BYTES = 4 << 20
 
 RECYCLE_BYTES = 4 << 20
 """Retired bytes after which it is looked who still reads them, which costs a look into every process's list."""
-
-PLACES_KEPT = 256
-"""Segments whose places are remembered."""
 
 _living: weakref.WeakSet[Backing] = weakref.WeakSet()
 
@@ -77,7 +72,6 @@ class Backing:
         self._files: dict[int, list[Path]] = {}
         """Files of retired segments that somebody may still read."""
         self._counter = 0
-        self._places: dict[int, dict[str, layouts.Places]] = {}
         self._dropped: deque[tuple[str, str, tuple[Record, ...]]] = deque()
         """Claims that nobody holds any more: node, token, what is to be said before they are given back."""
         self._depth = 0
@@ -288,26 +282,6 @@ class Backing:
                 weakref.finalize(root, self._collected, segment.uid, self.forks).atexit = False
             self._roots[segment.uid] = root
             return root
-
-    def places(self, segment: Segment, root: np.ndarray) -> Mapping[str, layouts.Places]:
-        """Where the rows of each number column of a segment lie, except those that are compressed.
-
-        Remembered for the segments that were used last: an arena stays mapped at its address as long as it has segments.
-        None of a segment in a file: its layout tells how it lay in memory.
-        """
-        if segment.tier == DISK:
-            return {}
-        with self.mutex:
-            found = self._places.pop(segment.uid, None)
-            if found is not None:
-                self._places[segment.uid] = found
-                return found
-        found = {} if segment.tier == DISK else places_of(layouts.parsed(segment.layouts), root, segment.rows)
-        with self.mutex:
-            while len(self._places) >= PLACES_KEPT:
-                del self._places[next(iter(self._places))]
-            self._places[segment.uid] = found
-        return found
 
     def carrier(self) -> ArrayCarrier:
         """What claims of this thread make batches in."""

@@ -2,7 +2,7 @@
 
     view = View.of(backing, pairs, columns)        in a transaction: every segment it needs is pinned
     view.rows(indices, columns)                    a RowBatch, from memory, compressed memory or files
-    view.places(columns)                           addresses for the loader's kernels, when everything lies plain in memory
+    view.places(columns)                           a plan for the loader's kernels, when everything lies plain in memory
 
 A view is made of parts: rows of one chunk, with the segments that hold their columns.
 """
@@ -26,7 +26,9 @@ from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, Catalog, Segment
 from flowrl.store.columns import Values
 from flowrl.store.intervals import Pairs, RowSet, length
-from flowrl.store.kernels import GatherColumn
+from flowrl.store.kernels import locate
+from flowrl.store.kernels.plan import Plan
+from flowrl.store.placing import Recipe, recipe, split
 from flowrl.store.rows import RowBatch
 from flowrl.store.spill import read_segment
 
@@ -113,34 +115,34 @@ class View:
     def group_indices(self, key: str | Sequence[str]) -> list[np.ndarray]:
         return self.batch([key] if isinstance(key, str) else list(key)).group_indices(key)
 
-    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
+    def places(self, columns: Sequence[str]) -> Plan | None:
         """Where the values of all rows lie; None when some are compressed or on disk."""
-        found: dict[str, list[tuple[layouts.Places, slice]]] = {name: [] for name in columns}
+        names = tuple(columns)
+        found: Recipe | None = None
+        matrix = np.empty((0, 0), np.int64)
+        at = 0
         for part in self.parts:
-            for source in part.sources:
-                low, high = part.start - source.segment.first, part.stop - source.segment.first
-                places = self._backing.places(source.segment, source.root)
-                for name in source.names:
-                    if name not in found:
-                        continue
-                    place = places.get(name)
-                    if place is None:
-                        return None
-                    found[name].append((place, slice(low, high)))
-        made = []
-        axis: np.ndarray | None = None
-        for name, pieces in found.items():
-            if len({(piece.bits, piece.inner) for piece, _ in pieces}) != 1:
-                return None  # no rows, or values of an inner length that was not known for some of them
-            lengths = [piece.length[rows] for piece, rows in pieces if piece.length is not None]
-            whole = _joined(lengths) if lengths else None
-            if self._types[name].granularity is TOKEN:  # one array for all columns of one value per token
-                axis = whole if axis is None else axis
-                whole = axis
-            address = _joined([piece.address[rows] for piece, rows in pieces])
-            first = pieces[0][0]
-            made.append(GatherColumn(name, self._types[name], address, whole, first.bits, first.inner, self.parts))
-        return made
+            texts = [split(source.segment.layouts) for source in part.sources]
+            now = recipe(
+                names,
+                self._types,
+                [(source.names, same) for source, (same, _) in zip(part.sources, texts, strict=True)],
+            )
+            if now is None:
+                return None
+            if found is None:
+                found, matrix = now, np.empty((now.form.lines, self.num_rows), np.int64)
+            elif now.kinds != found.kinds:
+                return None  # values of an inner length that was not known for some of them
+            for source, lines, (_, buffers) in zip(part.sources, now.lines, texts, strict=True):
+                segment = source.segment
+                if lines is None:
+                    continue
+                low, high = part.start - segment.first, part.stop - segment.first
+                if segment.tier == DISK or not locate(source.root, buffers, lines, low, high, matrix, at):
+                    return None
+            at += len(part)
+        return None if found is None else Plan(found.form, matrix, self.parts)
 
     def rows(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> RowBatch:
         """The rows `indices` in that order. Only the parts that hold them are read."""
@@ -222,10 +224,6 @@ class View:
         batch = RowBatch.of_stored(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
         # an inner length that only a name stood for when these rows came is known by now
         return batch.as_types({name: self._types[name] for name in names})
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _pick(batch: RowBatch, rows: np.ndarray) -> RowBatch:

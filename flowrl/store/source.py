@@ -16,6 +16,7 @@ import numpy as np
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.types import ColumnType
 from flowrl.store.kernels import GatherColumn
+from flowrl.store.kernels.plan import Plan
 from flowrl.store.rows import RowBatch
 
 
@@ -41,9 +42,9 @@ class RowSource(Protocol):
         """Rows of each group of equal `key`, as `RowBatch.group_indices`. Read once, when the loader is made."""
         ...
 
-    def places(self, columns: Sequence[str]) -> list[GatherColumn] | None:
-        """Where all N rows of each column lie, in the order asked for; None when some rows do not lie in memory as plain
-        values (compressed, on disk).
+    def places(self, columns: Sequence[str]) -> Sequence[GatherColumn] | Plan | None:
+        """Where all N rows of each column lie, in the order asked for, or a plan made from that; None when some rows do not
+        lie in memory as plain values (compressed, on disk).
 
         Asked once for each loader, before its first batch and not when it is made, for columns of numbers only (never
         `str` or `bytes`). `keep` holds whatever would free or reuse the memory when it dies (mappings, pins); the loader

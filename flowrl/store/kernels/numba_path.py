@@ -49,6 +49,17 @@ def _word(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def _half(typing: Any, address: Any) -> Any:
+    """The int32 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        found = builder.load(_pointer(builder, arguments[0], ir.IntType(32)), align=4)
+        return builder.sext(found, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def _byte(typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.zext(builder.load(_pointer(builder, arguments[0], ir.IntType(8))), ir.IntType(64))
@@ -179,11 +190,10 @@ def _expand(target: int, source: int, count: int) -> None:
         done += 1
 
 
-@_compiled("int64(int64[::1], int64, int64[:, ::1], int64[::1], int64, boolean, int64[:, ::1])")
-def _measure(
-    rows: Any, num_rows: int, outputs: Any, lengths: Any, multiple: int, is_packed: bool, sizes: Any
-) -> int:  # fmt: skip
+@_compiled("int64(int64[::1], int64[:, ::1], int64[:, ::1], int64, boolean, int64[:, ::1])")
+def _measure(rows: Any, outputs: Any, matrix: Any, multiple: int, is_packed: bool, sizes: Any) -> int:
     count = len(rows)
+    num_rows = matrix.shape[1]
     for place in range(count):
         if rows[place] < 0 or rows[place] >= num_rows:
             return place
@@ -196,7 +206,7 @@ def _measure(
         elif axis >= 0:
             along = 0
             for place in range(count):
-                length = _word(lengths[axis] + 8 * rows[place])
+                length = matrix[axis, rows[place]]
                 along = along + length if is_packed else max(along, length)
             if not is_packed:
                 along = (along + multiple - 1) // multiple * multiple
@@ -212,28 +222,26 @@ def _measure(
     return -1
 
 
-@_compiled("void(int64[::1], int64[:, ::1], int64[::1], boolean, int64[:, ::1], int64)")
-def _fill_block(
-    rows: Any, outputs: Any, lengths: Any, is_packed: bool, sizes: Any, block: int
-) -> None:  # fmt: skip
+@_compiled("void(int64[::1], int64[:, ::1], int64[:, ::1], boolean, int64[:, ::1], int64)")
+def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: Any, block: int) -> None:
     count = len(rows)
     for output in range(len(outputs)):
-        what, axis, size, numbers, addresses, _ = outputs[output]
+        what, axis, size, numbers, column, _ = outputs[output]
         target = block + sizes[output, 0]
         room = sizes[output, 1] * size
         total = 0
         for place in range(count):
             row = rows[place]
-            length = _word(lengths[axis] + 8 * row) if axis >= 0 else 1
+            length = matrix[axis, row] if axis >= 0 else 1
             nbytes = length * size
             if (what == LIST or what == BITS) and place + 1 < count:
-                following = _word(addresses + 8 * rows[place + 1])
+                following = matrix[column, rows[place + 1]]
                 for line in range(_LINES):  # of a row that lies elsewhere; the processor guesses the rest by itself
                     _will_read(following + 64 * line)
             if what == FIXED or what == LIST:
-                _copy(target, _word(addresses + 8 * row), nbytes)
+                _copy(target, matrix[column, row], nbytes)
             elif what == BITS:
-                _expand(target, _word(addresses + 8 * row), length * numbers)
+                _expand(target, matrix[column, row], length * numbers)
             elif is_packed:
                 _set_int32(target + 4 * place, total)
                 total += length
@@ -248,12 +256,63 @@ def _fill_block(
             _set_int32(target + 4 * count, total)
 
 
+@_compiled("boolean(int64, int64, int64[::1], int64[:, ::1], int64, int64, int64[:, ::1], int64)")
+def _locate(base: int, nbytes: int, buffers: Any, lines: Any, low: int, high: int, matrix: Any, at: int) -> bool:
+    for line in range(len(lines)):
+        what, size, numbers, values, offsets, runs, addresses, axis = lines[line]
+        for which in range(3, 6):
+            number = lines[line, which]
+            if number >= 0:
+                begin, stored = buffers[2 * number], buffers[2 * number + 1]
+                if begin < 0 or stored < 0 or stored > nbytes - begin:
+                    return False
+        if runs >= 0 and buffers[2 * runs + 1] // 4 < high:
+            return False
+        start = base + buffers[2 * values]
+        index = base + buffers[2 * runs] if runs >= 0 else 0
+        bounds = base + buffers[2 * offsets] if offsets >= 0 else 0
+        if offsets >= 0:
+            there = buffers[2 * offsets + 1] // 8 - 1
+        else:
+            there = buffers[2 * values + 1] // size if size else high
+        run = done = 0  # BITS: the row or run whose bits begin at byte `done`
+        for place in range(high - low):
+            row = _half(index + 4 * (low + place)) if runs >= 0 else low + place
+            if row < 0 or row >= there:
+                return False
+            if what == FIXED:
+                matrix[addresses, at + place] = start + size * row
+                continue
+            begin = _word(bounds + 8 * row)
+            if what == BITS:
+                if row < run:
+                    run = done = 0
+                while run < row:
+                    done += ((_word(bounds + 8 * run + 8) - _word(bounds + 8 * run)) * numbers + 7) >> 3
+                    run += 1
+                matrix[addresses, at + place] = start + done
+            else:
+                matrix[addresses, at + place] = start + size * begin
+            if axis >= 0:
+                matrix[axis, at + place] = _word(bounds + 8 * row + 8) - begin
+    return True
+
+
 def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes: np.ndarray) -> int:
     """Sizes of a batch's outputs (see `plan`); the place of a row number out of range, or -1."""
-    wrong: int = _measure(rows, plan.num_rows, plan.table, plan.lengths, multiple, is_packed, sizes)
+    wrong: int = _measure(rows, plan.form.table, plan.matrix, multiple, is_packed, sizes)
     return wrong
 
 
 def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray, base: int) -> None:
     """Write a batch into its block, which begins at the address `base`."""
-    _fill_block(rows, plan.table, plan.lengths, is_packed, sizes, base)
+    _fill_block(rows, plan.form.table, plan.matrix, is_packed, sizes, base)
+
+
+def locate(
+    root: np.ndarray, buffers: np.ndarray, lines: np.ndarray, low: int, high: int, matrix: np.ndarray, at: int
+) -> bool:
+    """As `numpy_path.locate`."""
+    base = root.__array_interface__["data"][0]
+    found: bool = _locate(base, len(root), buffers, lines, low, high, matrix, at)
+    return found

@@ -8,19 +8,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, Plan
+from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, Plan
 
 
 def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes: np.ndarray) -> int:
     """Sizes of a batch's outputs (see `plan`); the place of a row number out of range, or -1."""
     if len(rows) and (rows.min() < 0 or rows.max() >= plan.num_rows):
         return int(np.flatnonzero((rows < 0) | (rows >= plan.num_rows))[0])
-    along = []
-    for lengths in plan.axes:
-        found = lengths[rows]
-        along.append(int(found.sum()) if is_packed else -(-int(found.max(initial=0)) // multiple) * multiple)
+    form = plan.form
+    along = {}
+    for axis in range(form.lines - len(form.keys), form.lines):
+        found = plan.matrix[axis, rows]
+        along[axis] = int(found.sum()) if is_packed else -(-int(found.max(initial=0)) // multiple) * multiple
     end = 0
-    for output, (what, axis, size, *_rest) in enumerate(plan.table.tolist()):
+    for output, (what, axis, size, *_rest) in enumerate(form.table.tolist()):
         values = along[axis] if axis >= 0 else 1
         sizes[output] = end, values
         if what == ENDS and is_packed:
@@ -35,16 +36,15 @@ def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes:
 def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray, base: int) -> None:
     """Write a batch into its block, which begins at the address `base`."""
     count = len(rows)
-    lengths = [axis[rows] for axis in plan.axes]
-    for output, (what, axis, size, numbers, *_rest), (offset, along) in zip(
-        plan.outputs, plan.table.tolist(), sizes[:-1].tolist(), strict=True
+    for (what, axis, size, numbers, column, _), (offset, along) in zip(
+        plan.form.table.tolist(), sizes[:-1].tolist(), strict=True
     ):
-        have = lengths[axis] if axis >= 0 else np.ones(count, np.int64)
+        have = plan.matrix[axis, rows] if axis >= 0 else np.ones(count, np.int64)
         target = block[offset:]
         if what == ENDS:
             _bounds(have, target) if is_packed else _mask(have, along, target)
             continue
-        starts = plan.addresses[output.column][rows]
+        starts = plan.matrix[column, rows]
         if not count:
             continue
         if what == BITS:
@@ -55,6 +55,56 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
             # all at once: to clear the rest of each row would cost a call for each
             target[: size * count * along] = 0
             _move(base + offset + size * along * np.arange(count), starts, size * have)
+
+
+def locate(
+    root: np.ndarray, buffers: np.ndarray, lines: np.ndarray, low: int, high: int, matrix: np.ndarray, at: int
+) -> bool:
+    """Where the rows `low` to `high` of a block lie, written into a plan's matrix from column `at` on.
+
+    Args:
+        root: uint8, exactly the block.
+        buffers: int64 [2 B]: offset and bytes of each buffer; bytes of -1 for one that is compressed.
+        lines: int64 [C, 8]: what, bytes of a value, numbers in it, buffer of the values, of offsets, of the rows' runs,
+            row of the matrix for addresses, for lengths. -1 for none.
+
+    Returns False when a buffer is compressed, or is not in the block.
+    """
+    base, count = _address(root), high - low
+    target = slice(at, at + count)
+    for what, size, numbers, values, offsets, runs, addresses, axis in lines.tolist():
+        parts = [_part(root, buffers, number) for number in (values, offsets, runs)]
+        if any(part is None for part in parts):
+            return False
+        start = base + int(buffers[2 * values])
+        _, ends, index = parts
+        rows = np.arange(low, high) if runs < 0 else index.view(np.int32)[low:high]  # type: ignore[union-attr]
+        there = len(ends) // 8 - 1  # type: ignore[arg-type]
+        if what == FIXED:
+            there = int(buffers[2 * values + 1]) // size if size else high
+        if len(rows) < count or (count and not 0 <= rows.min() <= rows.max() < there):
+            return False
+        if what == FIXED:
+            matrix[addresses, target] = start + size * rows.astype(np.int64)
+            continue
+        bounds = ends.view(np.int64)  # type: ignore[union-attr]
+        lengths = bounds[1:] - bounds[:-1]
+        if what == BITS:
+            nbytes = (lengths * numbers + 7) >> 3
+            matrix[addresses, target] = start + (np.cumsum(nbytes) - nbytes)[rows]
+        else:
+            matrix[addresses, target] = start + size * bounds[rows]
+        if axis >= 0:
+            matrix[axis, target] = lengths[rows]
+    return True
+
+
+def _part(root: np.ndarray, buffers: np.ndarray, number: int) -> np.ndarray | None:
+    """The bytes of a buffer; none of none."""
+    if number < 0:
+        return root[:0]
+    offset, stored = buffers[2 * number : 2 * number + 2].tolist()
+    return root[offset : offset + stored] if 0 <= stored <= len(root) - offset and offset >= 0 else None
 
 
 _memmove = PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(cast(memmove, c_void_p).value or 0)

@@ -45,7 +45,7 @@ class Output:
 class Form:
     """All of a plan but where the rows lie: the same for all batches with the same columns."""
 
-    __slots__ = ("columns", "keys", "lines", "outputs", "packed", "padded", "table")
+    __slots__ = ("keys", "lines", "outputs", "packed", "padded", "table")
 
     def __init__(self, outputs: Sequence[Output], keys: Sequence[int], padded: Any, packed: Any) -> None:
         self.outputs = tuple(outputs)
@@ -53,33 +53,26 @@ class Form:
         """[A]: the column that gives the row lengths of each axis."""
         self.padded, self.packed = padded, packed
         """How the arrays of a batch are made."""
-        self.lines = [number for number, output in enumerate(outputs) if output.column >= 0]
-        self.columns = [outputs[line].column for line in self.lines]
-        """The outputs that are columns, and which."""
         first = [next(i for i, other in enumerate(outputs) if other.axis == output.axis) for output in outputs]
+        count = sum(output.column >= 0 for output in outputs)
         rows = [
-            (o.what, o.axis, o.numbers * o.dtype.itemsize, o.numbers, 0, same)
+            (o.what, -1 if o.axis < 0 else count + o.axis, o.numbers * o.dtype.itemsize, o.numbers, o.column, same)
             for o, same in zip(outputs, first, strict=True)
         ]
         self.table = np.array(rows, np.int64).reshape(-1, 6)
+        """[O, 6]: what, row of the plan's matrix with the lengths, bytes of a value, numbers in it, row of the matrix with the
+        addresses, first output of the axis. -1 for no such row."""
+        self.lines = count + len(self.keys)
+        """C + A, lines of the plan's matrix."""
 
 
 class Plan:
-    """Outputs in the order of the batch, and the same as arrays for compiled code."""
+    """Where the rows of all columns lie: a form, and its N rows."""
 
-    __slots__ = ("addresses", "axes", "form", "lengths", "num_rows", "outputs", "table")
+    __slots__ = ("form", "keep", "matrix", "num_rows")
 
-    def __init__(self, form: Form, addresses: Sequence[np.ndarray], axes: Sequence[np.ndarray], num_rows: int) -> None:
-        self.form, self.outputs, self.num_rows = form, form.outputs, num_rows
-        self.addresses, self.axes = addresses, axes
-        """int64 [N] of each column, and of each axis."""
-        self.lengths = np.array([_pointer(axis) for axis in axes], np.int64)
-        """[A]: address of the lengths int64 [N] of each axis."""
-        self.table = form.table.copy()
-        """[O, 6]: what, axis, bytes of a value, numbers in it, address of the addresses, first output of the axis."""
-        if addresses:
-            self.table[form.lines, 4] = [_pointer(addresses[column]) for column in form.columns]
-
-
-def _pointer(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
+    def __init__(self, form: Form, matrix: np.ndarray, keep: Any = None) -> None:
+        self.form, self.matrix, self.keep = form, matrix, keep
+        """int64 [C + A, N]: addresses of the rows of each of C columns, then row lengths of each of A axes. `keep` holds
+        whatever keeps the memory there."""
+        self.num_rows = matrix.shape[1]

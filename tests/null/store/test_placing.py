@@ -4,35 +4,69 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies as st
 
+from flowrl.schema import SAMPLE, TOKEN
 from flowrl.store import layout
-from flowrl.store.placing import places_of
+from flowrl.store.kernels import choose, forced, locate
+from flowrl.store.placing import recipe, split
+from flowrl.store.writing import _text
 from tests.null.store.strategies import batch_of, row_lists
 
+KERNELS = ["numpy", *(["numba"] if choose() == "numba" else [])]
 
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=60, deadline=None)
-@given(row_lists)
-def test_places_are_those_of_each_column(rows: list[dict[str, Any]]) -> None:
+@given(row_lists, st.data())
+def test_places_are_those_of_each_column(kernel: str, rows: list[dict[str, Any]], data: st.DataObject) -> None:
     batch = batch_of([*rows, *rows[:2]])  # neighbours that are equal, so that prompts are stored once
     prepared = layout.prepare(batch.stored, batch.types, len(batch))
     root = np.zeros(prepared.nbytes, np.uint8)
     prepared.write(root)
-    found = places_of(prepared.layouts, root, len(batch))
-    for column in prepared.layouts:
-        wanted = layout.places(column, root, len(batch))
-        if wanted is None:
-            assert column.name not in found
-            continue
-        mine = found[column.name]
-        assert mine.address.tolist() == wanted.address.tolist()
-        assert (mine.length is None) == (wanted.length is None)
-        if mine.length is not None and wanted.length is not None:
-            assert mine.length.tolist() == wanted.length.tolist()
-        assert (mine.bits, mine.inner) == (wanted.bits, wanted.inner)
+    wanted = {column.name: layout.places(column, root, len(batch)) for column in prepared.layouts}
+    names = tuple([name for name, there in wanted.items() if there is not None])
+    if not names:
+        return
+    same, buffers = split(_text(prepared.layouts))
+    found = recipe(names, batch.types, [(names, same)])
+    assert found is not None and found.lines[0] is not None
+    low = data.draw(st.integers(0, len(batch)))
+    high = data.draw(st.integers(low, len(batch)))
+    matrix = np.full((found.form.lines, high - low + 2), -1, np.int64)
+    with forced(kernel):
+        assert locate(root, buffers, found.lines[0], low, high, matrix, 1)
+    assert (matrix[:, [0, -1]] == -1).all()
+    for number, name in enumerate(names):
+        place = wanted[name]
+        assert place is not None
+        assert matrix[number, 1:-1].tolist() == place.address[low:high].tolist()
+        assert (found.kinds[number][0] == 2) == place.bits and found.kinds[number][1] == place.inner
+        if number in found.form.keys:
+            assert place.length is not None
+            axis = len(names) + found.form.keys.index(number)
+            assert matrix[axis, 1:-1].tolist() == place.length[low:high].tolist()
 
 
-def test_compressed_columns_have_no_places() -> None:
-    buffers = (layout.Buffer(0, 8, "lz4", 64), layout.Buffer(64, 16))
-    column = layout.ColumnLayout("reward", pytest.importorskip("flowrl.schema").SAMPLE.f32, "plain", buffers[:1])
-    assert places_of([column], np.zeros(128, np.uint8), 4) == {}
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "lacks", [[0, -1, 64, 16], [0, 64, 128, 16], [-8, 8, 64, 16], [0, 8, 64, 8], [0, 1 << 60, 64, 16]]
+)
+def test_buffers_that_are_compressed_or_not_in_the_block_are_not_read(kernel: str, lacks: list[int]) -> None:
+    root = np.zeros(128, np.uint8)
+    lines = np.array([[1, 4, 1, 0, 1, -1, 0, 1]])
+    matrix = np.zeros((2, 1), np.int64)
+    with forced(kernel):
+        assert locate(root, np.array([0, 8, 64, 16]), lines, 0, 1, matrix, 0)
+        assert not locate(root, np.array(lacks), lines, 0, 1, matrix, 0)
+
+
+def test_compressed_buffers_are_known_as_such() -> None:
+    assert split('[]\n[[[0,8,"lz4",64],[64,16]]]')[1].tolist() == [0, -1, 64, 16]
+    assert split("[]\n[[[0,8],[64,16]],[[128,4]]]")[1].tolist() == [0, 8, 64, 16, 128, 4]
+
+
+def test_text_has_no_recipe() -> None:
+    same = '[["note","sample.str","text",[],0]]'
+    assert recipe(("note",), {"note": SAMPLE.str}, [(("note",), same)]) is None
+    assert recipe(("x",), {"x": TOKEN.i32}, [(("note",), same)]) is None
