@@ -1,0 +1,140 @@
+"""What a plan has to carry: how many prompts, and how long prompts and responses are.
+
+A length is always a distribution. At one mean, a spread of response lengths can double the time of sampling (see
+`flowrl.cost.generation`), and it is the longest sequence that must fit a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from statistics import NormalDist
+
+from flowrl.errors import ConfigError
+
+_BINS = 64
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A histogram of lengths in tokens.
+
+    Example:
+        Lengths(tokens=(512, 1024), weights=(3.0, 1.0))        # three in four have 512 tokens
+    """
+
+    tokens: tuple[int, ...]
+    """Rising."""
+    weights: tuple[float, ...]
+    """How often each occurs; they need not add to 1."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.weights):
+            raise ConfigError(
+                f"Lengths needs one weight for each length and at least one; found {len(self.tokens)} lengths and "
+                f"{len(self.weights)} weights"
+            )
+        rising = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if self.tokens[0] < 1 or not rising:
+            raise ConfigError(f"Lengths needs rising lengths of at least 1 token; found {self.tokens[:8]}")
+        if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+            raise ConfigError(f"Lengths needs finite weights above 0; found {self.weights[:8]}")
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> Lengths:
+        """Of measured lengths, such as those of the last steps."""
+        counts = sorted(Counter(int(length) for length in lengths).items())
+        return cls(tuple(length for length, _ in counts), tuple(float(count) for _, count in counts))
+
+    @classmethod
+    def fixed(cls, tokens: int) -> Lengths:
+        """All of one length: right for padded data, too good to be true for responses."""
+        return cls((tokens,), (1.0,))
+
+    @classmethod
+    def lognormal(cls, mean: float, sigma: float, cap: int) -> Lengths:
+        """A guess: lognormal with spread `sigma`, cut at `cap`, of mean `mean` after the cut.
+
+        0.5 to 0.8 is a usual spread of responses to mathematical problems. Raises `ConfigError` when `cap` is below `mean`.
+        """
+        if not 1 <= mean <= cap or sigma < 0:
+            raise ConfigError(f"lognormal needs 1 <= mean <= cap and sigma >= 0; found {mean}, {cap}, {sigma}")
+        scores = [NormalDist().inv_cdf((index + 0.5) / _BINS) for index in range(_BINS)]
+        low, high = 0.0, math.log(cap) + 8 * sigma + 1
+        for _ in range(60):  # the median under which the mean of the cut lengths is what was asked
+            middle = (low + high) / 2
+            found = sum(min(cap, math.exp(middle + sigma * score)) for score in scores) / _BINS
+            low, high = (middle, high) if found < mean else (low, middle)
+        return cls.of(max(1, min(cap, round(math.exp(low + sigma * score)))) for score in scores)
+
+    @property
+    def mean(self) -> float:
+        return sum(a * b for a, b in zip(self.tokens, self.weights, strict=True)) / sum(self.weights)
+
+    @property
+    def longest(self) -> int:
+        return self.tokens[-1]
+
+    def draw(self, count: int, *, turn: float = 0.0) -> tuple[int, ...]:
+        """`count` lengths at evenly spread quantiles, in an order without trend. The same arguments give the same lengths.
+
+        The longest length is among them. `turn` in [0, 1) begins the order elsewhere, so that two draws are not in step.
+        """
+        return _draw(self, count, turn)
+
+
+@lru_cache(maxsize=256)
+def _draw(lengths: Lengths, count: int, turn: float) -> tuple[int, ...]:
+    if count < 1:
+        raise ConfigError(f"a draw has at least one length; found {count}")
+    upto = list(accumulate(lengths.weights))
+    drawn = [lengths.tokens[bisect_left(upto, (index + 0.5) / count * upto[-1])] for index in range(count)]
+    drawn[-1] = lengths.longest
+    # multiples of the golden ratio, modulo 1: every stretch of the order has lengths of all sizes
+    order = sorted(range(count), key=lambda index: (turn + index * _GOLDEN) % 1.0)
+    return tuple(drawn[index] for index in order)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step's work.
+
+    Example:
+        Workload(prompts=128, prompt_lengths=Lengths.fixed(512), response_lengths=Lengths.lognormal(1024, 0.6, cap=4096))
+    """
+
+    prompts: int
+    """Prompts of one step."""
+    prompt_lengths: Lengths
+    response_lengths: Lengths
+    group_size: int | None = None
+    """Responses of each prompt; None: as many as the rollout says."""
+    rounds: float = 1.0
+    """Rounds that a refill takes on average: it samples this many times what it passes on."""
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or (self.group_size is not None and self.group_size < 1) or not self.rounds >= 1:
+            raise ConfigError(
+                f"a workload has at least one prompt, one response of each and one round; found {self.prompts} prompts, "
+                f"group_size {self.group_size}, rounds {self.rounds}"
+            )
+
+    def sequences(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Prompt and response lengths of `count` sequences."""
+        return self.prompt_lengths.draw(count, turn=0.5), self.response_lengths.draw(count)
+
+    def totals(self, count: int) -> tuple[int, ...]:
+        """Tokens of `count` sequences, prompt and response together."""
+        prompts, responses = self.sequences(count)
+        return tuple(a + b for a, b in zip(prompts, responses, strict=True))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence there can be: a micro-batch must hold it."""
+        return self.prompt_lengths.longest + self.response_lengths.longest
