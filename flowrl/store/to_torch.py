@@ -14,7 +14,7 @@ batches lie there than it was promised.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,11 +77,10 @@ class HostCarrier(ArrayCarrier):
         self._from_numpy = torch.from_numpy
 
     def ship(self, arrays: Mapping[str, np.ndarray], block: np.ndarray | None, nbytes: int) -> Staged:
-        made, from_numpy = Staged(), self._from_numpy
-        for name, array in arrays.items():
-            tensor = from_numpy(array)
-            made[name] = tensor if self._is_here else tensor.to(self._device)
-        return made
+        tensors: Iterable[torch.Tensor] = map(self._from_numpy, arrays.values())
+        if not self._is_here:
+            tensors = (tensor.to(self._device) for tensor in tensors)
+        return Staged(zip(arrays, tensors, strict=True))
 
 
 class _Moved(Staged):

@@ -101,7 +101,8 @@ class Gather:
 
     def _gather(self, rows: np.ndarray, multiple: int, is_packed: bool, take: Take | None) -> dict[str, np.ndarray]:
         plan = self._plan
-        rows = np.ascontiguousarray(rows, np.int64)
+        if rows.dtype != _INT64 or not rows.flags.c_contiguous:
+            rows = np.ascontiguousarray(rows, np.int64)
         sizes = np.empty((len(plan.form.table) + 1, 2), np.int64)
         wrong = self._path.measure(plan, rows, multiple, is_packed, sizes)
         if wrong >= 0:
@@ -109,14 +110,13 @@ class Gather:
         placed = sizes.tolist()
         nbytes = placed[-1][0]
         block = aligned(nbytes) if take is None else take(nbytes)
-        base = block.__array_interface__["data"][0]
-        if (nbytes and base % ALIGN) or len(block) < nbytes:
+        if is_packed and nbytes > _MOST:
+            self._refuse_long(placed)
+        if not self._path.fill(plan, rows, is_packed, sizes, block):
+            base = block.__array_interface__["data"][0]
             raise ConfigError(
                 f"a batch needs {nbytes} bytes that start at a multiple of {ALIGN}; take gave {len(block)} at {base}"
             )
-        if is_packed and nbytes > _MOST:
-            self._refuse_long(placed)
-        self._path.fill(plan, rows, is_packed, sizes, block, base)
         count, made, array = len(rows), {}, np.ndarray
         arrays = plan.form.packed if is_packed else plan.form.padded
         for (name, dtype, what, inner), (offset, along) in zip(arrays, placed, strict=False):
@@ -236,6 +236,7 @@ def _packing() -> Any:
     return packing
 
 
+_INT64 = np.dtype(np.int64)
 _MOST = int(np.iinfo(np.int32).max)
 _PER_ROW, _PADDED, _PACKED, _BOUNDS = range(4)
 

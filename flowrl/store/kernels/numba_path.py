@@ -18,7 +18,7 @@ from numba import config, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
 
-from flowrl.store.kernels.plan import BITS, ENDS, FIXED, LIST, Plan
+from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, LIST, Plan
 
 if config.DISABLE_JIT:
     raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
@@ -222,9 +222,12 @@ def _measure(rows: Any, outputs: Any, matrix: Any, multiple: int, is_packed: boo
     return -1
 
 
-@_compiled("void(int64[::1], int64[:, ::1], int64[:, ::1], boolean, int64[:, ::1], int64)")
-def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: Any, block: int) -> None:
-    count = len(rows)
+@_compiled("boolean(int64[::1], int64[:, ::1], int64[:, ::1], boolean, int64[:, ::1], uint8[::1])")
+def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: Any, into: Any) -> bool:
+    count, nbytes = len(rows), sizes[len(outputs), 0]
+    block = np.int64(into.ctypes.data)
+    if len(into) < nbytes or (nbytes and block % ALIGN):
+        return False
     for output in range(len(outputs)):
         what, axis, size, numbers, column, _ = outputs[output]
         target = block + sizes[output, 0]
@@ -254,6 +257,7 @@ def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: An
                 target += room - nbytes
         if what == ENDS and is_packed:
             _set_int32(target + 4 * count, total)
+    return True
 
 
 @_compiled("boolean(int64, int64, int64[::1], int64[:, ::1], int64, int64, int64[:, ::1], int64)")
@@ -304,9 +308,10 @@ def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes:
     return wrong
 
 
-def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray, base: int) -> None:
-    """Write a batch into its block, which begins at the address `base`."""
-    _fill_block(rows, plan.form.table, plan.matrix, is_packed, sizes, base)
+def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray) -> bool:
+    """Write a batch into its block; False for one that is too small or does not begin at a multiple of 64."""
+    is_done: bool = _fill_block(rows, plan.form.table, plan.matrix, is_packed, sizes, block)
+    return is_done
 
 
 def locate(

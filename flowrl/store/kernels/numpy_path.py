@@ -33,9 +33,11 @@ def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes:
     return -1
 
 
-def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray, base: int) -> None:
-    """Write a batch into its block, which begins at the address `base`."""
-    count = len(rows)
+def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block: np.ndarray) -> bool:
+    """Write a batch into its block; False for one that is too small or does not begin at a multiple of 64."""
+    count, nbytes, base = len(rows), int(sizes[-1, 0]), _address(block)
+    if len(block) < nbytes or (nbytes and base % ALIGN):
+        return False
     for (what, axis, size, numbers, column, _), (offset, along) in zip(
         plan.form.table.tolist(), sizes[:-1].tolist(), strict=True
     ):
@@ -55,6 +57,7 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
             # all at once: to clear the rest of each row would cost a call for each
             target[: size * count * along] = 0
             _move(base + offset + size * along * np.arange(count), starts, size * have)
+    return True
 
 
 def locate(
