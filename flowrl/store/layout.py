@@ -52,27 +52,16 @@ __all__ = [
 ALIGN = 64
 
 
-class _Arrays:
-    """A column of arrays that compiled code has looked at: contiguous, of the column's dtype and one shape of a value."""
+class _Found:
+    """What compiled code found when it looked at columns of arrays."""
 
-    __slots__ = ("base", "first", "found", "keep", "line", "place", "stride")
+    __slots__ = ("base", "keep", "lines", "numbers", "step", "stride")
 
-    def __init__(
-        self,
-        line: list[int],
-        first: int,
-        found: np.ndarray,
-        place: int,
-        base: int,
-        stride: int,
-        keep: Sequence[np.ndarray],
-    ) -> None:
-        self.line, self.found, self.place, self.keep = line, found, place, keep
-        """`line`, and `found[place]`, are as `inspect` of `flowrl.store.kernels.packing` gives them."""
-        self.first = first
-        """Columns with the same row lengths have the same."""
-        self.base, self.stride = base, stride
-        """Address of `found[place]`, and bytes from one of its lines to the next."""
+    def __init__(self, lines: list[list[int]], numbers: np.ndarray, keep: Sequence[Sequence[Any]]) -> None:
+        self.lines, self.numbers, self.keep = lines, numbers, keep
+        """Of `inspect` of `flowrl.store.kernels.packing`; and the columns, whose memory is to be copied."""
+        self.base: int = numbers.__array_interface__["data"][0]
+        self.step, self.stride, _ = numbers.strides
 
 
 class _Pending:
@@ -233,31 +222,27 @@ class _Builder:
             parts = [part for part in parts if len(part)] or parts[:1]
         return self._put(name, kind, "list", [_Pending(whole, parts), offsets], inner, changes)
 
-    def add_arrays(self, name: str, kind: ColumnType, arrays: _Arrays, inner: tuple[int, ...]) -> bool:
-        """What `add_list` does, for arrays that compiled code has looked at."""
-        axis = self._axis_of(kind, arrays)
+    def add_arrays(self, name: str, kind: ColumnType, found: _Found, place: int, inner: tuple[int, ...]) -> bool:
+        """What `add_list` does, for the arrays of a column that compiled code has looked at."""
+        # in the order of the constants of `packing`
+        *_, itemsize, _, _, same, total, numbers, runs, run_total, bit_bytes, run_bit_bytes = found.lines[place]
+        axis = self._found_axis(kind, found, place, same, total)
         if axis is None:
             return False
-        kernel, line, offsets, changes = self.kernel, arrays.line, axis.offsets, None
-        total, count, bit_bytes, which = axis.total, self.num_rows, line[kernel.BIT_BYTES], kernel.ADDRESSES
-        numbers = line[kernel.NUMBERS]
-        size = line[kernel.SIZE] * numbers
-        self._raw += size * total
-        runs = line[kernel.RUNS]
-        if runs < count and self._saves(size * line[kernel.RUN_TOTAL] + 8 * runs + 8, size * total + offsets.nbytes):
-            total, count, bit_bytes, which = (
-                line[kernel.RUN_TOTAL],
-                runs,
-                line[kernel.RUN_BIT_BYTES],
-                kernel.RUN_ADDRESSES,
-            )
-            offsets = _line_of(kernel, arrays, kernel.RUN_OFFSETS, runs + 1)
-            changes = arrays.found[arrays.place, kernel.CHANGES, 1:-1].tolist()
-        addresses = arrays.base + arrays.stride * which
+        size, count, offsets, changes, kernel = itemsize * numbers, self.num_rows, axis.offsets, None, self.kernel
+        whole = size * total
+        self._raw += whole
+        which = found.base + found.step * place + found.stride * kernel.OFFSETS
+        if runs < count and self._saves(size * run_total + 8 * runs + 8, whole + offsets.nbytes):
+            whole, count, bit_bytes = size * run_total, runs, run_bit_bytes
+            which += found.stride * (kernel.RUN_OFFSETS - kernel.OFFSETS)
+            offsets = _Pending(8 * runs + 8, found, (kernel.FLAT, which, 0, 0, 8 * runs + 8))
+            changes = found.numbers[place, kernel.CHANGES, 1:-1].tolist()
+        addresses, lengths = which + found.stride, which + 2 * found.stride
         if kind.dtype == "bool":
-            values = _Pending(bit_bytes, arrays, (kernel.BITS, addresses, addresses + arrays.stride, count, numbers))
+            values = _Pending(bit_bytes, found, (kernel.BITS, addresses, lengths, count, numbers))
             return self._put(name, kind, "bits", [values, offsets], inner, changes)
-        values = _Pending(size * total, arrays, (kernel.COPY, addresses, addresses + arrays.stride, count, size))
+        values = _Pending(whole, found, (kernel.COPY, addresses, lengths, count, size))
         return self._put(name, kind, "list", [values, offsets], inner, changes)
 
     def add_bits(
@@ -321,16 +306,28 @@ class _Builder:
         pending = [_Pending(nbytes, _together(pieces)), _offsets(map(len, pieces), len(pieces)), offsets]
         return self._put(name, kind, "texts", pending, (), changes)
 
-    def _axis_of(self, kind: ColumnType, lengths: list[int] | _Arrays) -> _Axis | None:
+    def _axis_of(self, kind: ColumnType, lengths: list[int]) -> _Axis | None:
         """Row lengths, those of the TOKEN columns before; None when they should be and are not."""
         if kind.granularity is TOKEN and self._token is not None:
-            return self._token if self._token.has(lengths, self.kernel) else None
-        if isinstance(lengths, _Arrays):
-            offsets = _line_of(self.kernel, lengths, self.kernel.OFFSETS, self.num_rows + 1)
-            axis = _Axis(lengths, offsets, lengths.line[self.kernel.TOTAL])
-        else:
-            axis = _Axis(lengths, _offsets(lengths), sum(lengths))
+            return self._token if self._token.lengths == lengths else None
+        axis = _Axis(lengths, _offsets(lengths), sum(lengths))
         self._raw += axis.offsets.nbytes
+        if kind.granularity is TOKEN:
+            self._token = axis
+        return axis
+
+    def _found_axis(self, kind: ColumnType, found: _Found, place: int, same: int, total: int) -> _Axis | None:
+        """The same for what compiled code found."""
+        token = self._token
+        if kind.granularity is TOKEN and token is not None and token.same >= 0:
+            return token if token.same == same else None
+        lengths = found.numbers[place, self.kernel.LENGTHS, :-1]
+        if kind.granularity is TOKEN and token is not None:
+            return token if token.lengths == lengths.tolist() else None
+        nbytes = 8 * self.num_rows + 8
+        address = found.base + found.step * place + found.stride * self.kernel.OFFSETS
+        axis = _Axis(lengths, _Pending(nbytes, found, (self.kernel.FLAT, address, 0, 0, nbytes)), total, same)
+        self._raw += nbytes
         if kind.granularity is TOKEN:
             self._token = axis
         return axis
@@ -380,26 +377,16 @@ def _offsets(lengths: Iterable[int], count: int = -1) -> _Pending:
 class _Axis:
     """Row lengths that columns share."""
 
-    __slots__ = ("lengths", "offsets", "total")
+    __slots__ = ("_lengths", "offsets", "same", "total")
 
-    def __init__(self, lengths: list[int] | _Arrays, offsets: _Pending, total: int) -> None:
-        self.lengths, self.offsets, self.total = lengths, offsets, total
+    def __init__(self, lengths: list[int] | np.ndarray, offsets: _Pending, total: int, same: int = -1) -> None:
+        self._lengths, self.offsets, self.total = lengths, offsets, total
+        self.same = same
+        """Equal for columns that have the same lengths, where compiled code found it; else -1."""
 
-    def has(self, lengths: list[int] | _Arrays, kernel: Any) -> bool:
-        """Whether these are the same."""
-        known = self.lengths
-        if isinstance(known, _Arrays) and isinstance(lengths, _Arrays):
-            return known.first == lengths.first
-        return _listed(known, kernel) == _listed(lengths, kernel)
-
-
-def _listed(lengths: list[int] | _Arrays, kernel: Any) -> list[int]:
-    return lengths.found[lengths.place, kernel.LENGTHS, :-1].tolist() if isinstance(lengths, _Arrays) else lengths
-
-
-def _line_of(kernel: Any, arrays: _Arrays, which: int, count: int) -> _Pending:
-    """So many numbers of what was found about arrays."""
-    return _Pending(8 * count, arrays, (kernel.FLAT, arrays.base + arrays.stride * which, 0, 0, 8 * count))
+    @property
+    def lengths(self) -> list[int]:
+        return self._lengths.tolist() if isinstance(self._lengths, np.ndarray) else self._lengths
 
 
 def _pieces(texts: Sequence[Any]) -> tuple[Sequence[Any], int]:
@@ -472,13 +459,12 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
     if columns is None:
         return None
     kernel = packer(len(rows))
-    arrays = _inspected(kernel, plan, columns, len(rows)) if kernel is not None and plan.arrays else {}
+    found = None if kernel is None or not plan.arrays else _look(kernel, plan, columns, len(rows))
     builder = _Builder(len(rows), kernel)
-    for (name, kind, how, dtype), values in zip(plan.columns, columns, strict=True):
-        good = arrays.get(name)
-        if good is not None:
+    for (name, kind, how, dtype, place), values in zip(plan.columns, columns, strict=True):
+        if found is not None and place >= 0 and found.lines[place][kernel.IS_GOOD]:
             inner = () if how == _FLAT else values[0].shape[1:]
-            if not builder.add_arrays(name, kind if how == _FLAT else _typed(name, kind, inner), good, inner):
+            if not builder.add_arrays(name, kind if how == _FLAT else _typed(name, kind, inner), found, place, inner):
                 return None
             continue
         kinds = set(map(type, values))
@@ -504,17 +490,11 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
     return builder.finish()
 
 
-def _inspected(kernel: Any, plan: _Plan, columns: Sequence[Sequence[Any]], num_rows: int) -> dict[str, _Arrays]:
-    """By name, the columns that are arrays which can be copied as they are."""
-    table = plan.table_for(kernel)
-    values = [columns[column] for column in plan.arrays]
-    found = kernel.inspect(table, values, num_rows)
-    base, (step, stride, _) = found.__array_interface__["data"][0], found.strides
-    return {
-        plan.names[column]: _Arrays(line, line[kernel.SAME], found, place, base + place * step, stride, values[place])
-        for place, (column, line) in enumerate(zip(plan.arrays, table.tolist(), strict=True))
-        if line[kernel.IS_GOOD]
-    }
+def _look(kernel: Any, plan: _Plan, columns: Sequence[Sequence[Any]], num_rows: int) -> _Found:
+    """At the columns that may be arrays to be copied as they are."""
+    table, values = plan.table_for(kernel), [columns[column] for column in plan.arrays]
+    numbers = kernel.inspect(table, values, num_rows)
+    return _Found(table.tolist(), numbers, values)
 
 
 _FLAT, _LISTS, _NUMBER, _TEXT, _OTHER = range(5)
@@ -530,16 +510,22 @@ class _Plan:
         self.types = tuple(types.values())
         self.names = tuple(types)
         self.pick: Any = itemgetter(*self.names) if len(self.names) > 1 else None
-        self.columns = [(name, kind, _how(name, kind), NUMPY_DTYPES[kind.dtype]) for name, kind in types.items()]
-        self.arrays = [number for number, (_, _, how, _) in enumerate(self.columns) if how in (_FLAT, _LISTS)]
+        hows = [_how(name, kind) for name, kind in types.items()]
+        self.arrays = [column for column, how in enumerate(hows) if how in (_FLAT, _LISTS)]
         """Columns of arrays, if the rows are as they should be."""
+        self.columns = [
+            (name, kind, how, NUMPY_DTYPES[kind.dtype], self.arrays.index(column) if column in self.arrays else -1)
+            for column, ((name, kind), how) in enumerate(zip(types.items(), hows, strict=True))
+        ]
         self._table: np.ndarray | None = None
 
     def table_for(self, kernel: Any) -> np.ndarray:
         """A new table for `inspect`, a line for each of `arrays`."""
         if self._table is None:
             columns = [self.columns[number] for number in self.arrays]
-            lines = [kernel.line_of(dtype, how == _FLAT, kind.granularity is PROMPT) for _, kind, how, dtype in columns]
+            lines = [
+                kernel.line_of(dtype, how == _FLAT, kind.granularity is PROMPT) for _, kind, how, dtype, _ in columns
+            ]
             self._table = np.array(lines, np.int64)
         return self._table.copy()
 

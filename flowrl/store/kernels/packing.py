@@ -36,7 +36,7 @@ from flowrl.store.kernels.numba_path import (
     _word,
 )
 
-_TYPE, _DATA, _NDIM, _SHAPE, _DESCR, _FLAGS, _ITEMS = 8, 16, 24, 32, 56, 64, 24
+_TYPE, _DATA, _NDIM, _SHAPE, _DESCR, _FLAGS, _ITEMS = 8, 16, 24, 32, 56, 64, tuple.__basicsize__
 """Where fields lie in an object, in bytes; the last one in a tuple."""
 _KIND = 24
 """Of a dtype: kind, character, byte order and flags (a byte each), number of the type (int32)."""
@@ -310,7 +310,7 @@ def _check_build() -> None:
         _refuse("it needs CPython on a little-endian machine of 64 bits")
     if sysconfig.get_config_var("Py_GIL_DISABLED") or hasattr(sys, "getobjects"):
         _refuse("objects have other headers in this build of Python")
-    if np.ndarray.__basicsize__ < _FLAGS + 8 or tuple.__basicsize__ != _ITEMS or np.dtype.__basicsize__ < _KIND + 8:
+    if np.ndarray.__basicsize__ < _FLAGS + 8 or np.dtype.__basicsize__ < _KIND + 8:
         _refuse("objects have another size")
 
 
