@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from sys import is_finalizing
 
 import numpy as np
 
@@ -36,6 +37,20 @@ RECYCLE_BYTES = 4 << 20
 """Retired bytes after which it is looked who still reads them, which costs a look into every process's list."""
 
 _living: weakref.WeakSet[Backing] = weakref.WeakSet()
+
+
+class _Pin(weakref.ref[np.ndarray]):
+    """Bytes of a segment that somebody may read; calls back when nobody does any more. A `weakref.finalize` takes longer to
+    make than all else that a small claim does with its memory."""
+
+    __slots__ = ("forks", "uid")
+
+    uid: int
+    forks: int
+
+
+_pins: dict[int, _Pin] = {}
+"""By id; as long as they are here they call back, whoever else is gone."""
 
 
 class Backing:
@@ -279,7 +294,9 @@ class Backing:
                 with self._idle:
                     self.presence.pin(segment.uid)
                 self._take_back_pins()
-                weakref.finalize(root, self._collected, segment.uid, self.forks).atexit = False
+                pin = _Pin(root, self._collected)
+                pin.uid, pin.forks = segment.uid, self.forks
+                _pins[id(pin)] = pin
             self._roots[segment.uid] = root
             return root
 
@@ -290,11 +307,14 @@ class Backing:
             found = self._threads.carrier = ArrayCarrier(2)
         return found
 
-    def _collected(self, uid: int, fork: int) -> None:
+    def _collected(self, pin: _Pin) -> None:
         # runs wherever the collector runs, so it waits for nothing
-        if fork != self.forks:
+        if is_finalizing():
+            return
+        _pins.pop(id(pin), None)
+        if pin.forks != self.forks:
             return  # made before a fork, in the parent: the pin is the parent's
-        self._unpinned.append(uid)
+        self._unpinned.append(pin.uid)
         while self._unpinned and self._idle.acquire(blocking=False):
             try:
                 self._drain()

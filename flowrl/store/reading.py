@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ DECODED_PARTS = 4
 """Parts that a view keeps decoded when they were compressed or on disk: neighbouring batches read the same one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A segment, the bytes it lies in, and the columns to take from it."""
 
     segment: Segment
@@ -45,15 +44,15 @@ class Source:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Neighbouring rows that the same segments hold."""
 
     start: int
     stop: int
     sources: tuple[Source, ...]
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
         return self.stop - self.start
 
     @property
@@ -69,7 +68,7 @@ class View:
         self._backing = backing
         self._types = dict(types)
         self._folder = backing.folder
-        self._starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
+        self._starts = np.array([0, *accumulate([stop - start for start, stop, _ in self.parts])], np.int64)
         self._decoded: dict[tuple[int, tuple[str, ...]], RowBatch] = {}
         self._lock = threading.Lock()
 
@@ -141,7 +140,7 @@ class View:
                 low, high = part.start - segment.first, part.stop - segment.first
                 if segment.tier == DISK or not locate(source.root, buffers, lines, low, high, matrix, at):
                     return None
-            at += len(part)
+            at += part.num_rows
         return None if found is None else Plan(found.form, matrix, self.parts)
 
     def rows(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> RowBatch:
@@ -216,12 +215,12 @@ class View:
             segment = source.segment
             values, kinds = _values(source, wanted, self._folder)
             whole = RowBatch.of_stored(values, kinds, segment.rows)
-            if len(part) != segment.rows:
+            if part.num_rows != segment.rows:
                 whole = whole.slice(part.start - segment.first, part.stop - segment.first)
             found.update(whole.stored)
             types.update(kinds)
         kinds = {name: types[name] for name in names}
-        batch = RowBatch.of_stored(_one_axis({name: found[name] for name in names}, kinds), kinds, len(part))
+        batch = RowBatch.of_stored(_one_axis({name: found[name] for name in names}, kinds), kinds, part.num_rows)
         # an inner length that only a name stood for when these rows came is known by now
         return batch.as_types({name: self._types[name] for name in names})
 
