@@ -540,26 +540,30 @@ class _Answer:
     """The rest of an earlier answer, instead of batches."""
 
 
-def _service() -> Any:
-    """The class of the Flight service; made here, so that importing this module does not load Flight."""
-    wire.flight()  # the error that says what is missing
+def _access(token: str) -> Any:
+    """What lets in who shows the token, and keeps who that is."""
     from pyarrow import flight
+
+    expected = f"Bearer {token}".encode()
 
     class Caller(flight.ServerMiddleware):
         def __init__(self, client: str) -> None:
             self.client = client
 
     class Access(flight.ServerMiddlewareFactory):
-        """Lets in who shows the token."""
-
-        def __init__(self, token: str) -> None:
-            self._expected = f"Bearer {token}".encode()
-
         def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> Caller:
             given = (headers.get("authorization") or [""])[0]
-            if not hmac.compare_digest(given.encode(), self._expected):
+            if not hmac.compare_digest(given.encode(), expected):
                 raise flight.FlightUnauthenticatedError("the token is another one")
             return Caller((headers.get(wire.CLIENT) or [""])[0])
+
+    return Access()
+
+
+def _service() -> Any:
+    """The class of the Flight service; made here, so that importing this module does not load Flight."""
+    wire.flight()  # the error that says what is missing
+    from pyarrow import flight
 
     class Service(flight.FlightServerBase):
         def __init__(
@@ -574,7 +578,7 @@ def _service() -> Any:
             self.closing = threading.Event()
             self._clients, self._request_bytes = clients, request_bytes
             self._calls = _Calls(table, clients, self.closing)
-            super().__init__(location, tls_certificates=certificates, middleware={"access": Access(token)})
+            super().__init__(location, tls_certificates=certificates, middleware={"access": _access(token)})
 
         @contextmanager
         def _call(self, context: Any, asked: bytes) -> Iterator[tuple[str, dict[str, Any], _Client]]:
