@@ -117,31 +117,30 @@ class View:
     def places(self, columns: Sequence[str]) -> Plan | None:
         """Where the values of all rows lie; None when some are compressed or on disk."""
         names = tuple(columns)
-        found: Recipe | None = None
+        first: Recipe | None = None
+        now: Recipe | None = None
+        alike: list[tuple[tuple[str, ...], str]] = []
         matrix = np.empty((0, 0), np.int64)
         at = 0
-        for part in self.parts:
-            texts = [split(source.segment.layouts) for source in part.sources]
-            now = recipe(
-                names,
-                self._types,
-                [(source.names, same) for source, (same, _) in zip(part.sources, texts, strict=True)],
-            )
-            if now is None:
-                return None
-            if found is None:
-                found, matrix = now, np.empty((now.form.lines, self.num_rows), np.int64)
-            elif now.kinds != found.kinds:
+        for start, stop, sources in self.parts:
+            texts = [split(segment.layouts) for segment, _, _ in sources]
+            blocks = [(source.names, same) for source, (same, _) in zip(sources, texts, strict=True)]
+            if now is None or blocks != alike:
+                now, alike = recipe(names, self._types, blocks), blocks
+                if now is None:
+                    return None
+            if first is None:
+                first, matrix = now, np.empty((now.form.lines, self.num_rows), np.int64)
+            elif now.kinds != first.kinds:
                 return None  # values of an inner length that was not known for some of them
-            for source, lines, (_, buffers) in zip(part.sources, now.lines, texts, strict=True):
-                segment = source.segment
+            for (segment, root, _), lines, (_, buffers) in zip(sources, now.lines, texts, strict=True):
                 if lines is None:
                     continue
-                low, high = part.start - segment.first, part.stop - segment.first
-                if segment.tier == DISK or not locate(source.root, buffers, lines, low, high, matrix, at):
+                low = start - segment.first
+                if segment.tier == DISK or not locate(root, buffers, lines, low, stop - segment.first, matrix, at):
                     return None
-            at += part.num_rows
-        return None if found is None else Plan(found.form, matrix, self.parts)
+            at += stop - start
+        return None if first is None else Plan(first.form, matrix, self.parts)
 
     def rows(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> RowBatch:
         """The rows `indices` in that order. Only the parts that hold them are read."""
@@ -254,7 +253,11 @@ def _families(catalog: Catalog, columns: Sequence[str]) -> Families:
         column = catalog.columns[name]
         if len(column.families) == 1:
             family = column.families[0]
-            found.setdefault(id(family), (family.ready, []))[1].append(name)
+            known = found.get(id(family))
+            if known is None:
+                found[id(family)] = (family.ready, [name])
+            else:
+                known[1].append(name)
         else:
             found[id(column)] = (column.ready, [name])
     return list(found.values())

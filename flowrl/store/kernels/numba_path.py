@@ -30,6 +30,11 @@ _BYTES = ir.VectorType(ir.IntType(8), 64)
 _WORDS = ir.VectorType(ir.IntType(64), 8)
 
 
+_READ = types.Array(types.uint8, 1, "C", readonly=True)
+_LINE, _TABLE = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+_LOCATE = types.boolean(_READ, _LINE, _TABLE, types.int64, types.int64, _TABLE, types.int64)
+
+
 def _pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, ir.PointerType(kind))
 
@@ -149,7 +154,7 @@ def _expand_64(typing: Any, target: Any, source: Any) -> Any:
     return _void("target", "source"), generate
 
 
-def _compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile now, and keep the machine code in a cache where one can be written."""
     options: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
@@ -260,8 +265,9 @@ def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: An
     return True
 
 
-@_compiled("boolean(int64, int64, int64[::1], int64[:, ::1], int64, int64, int64[:, ::1], int64)")
-def _locate(base: int, nbytes: int, buffers: Any, lines: Any, low: int, high: int, matrix: Any, at: int) -> bool:
+@_compiled(_LOCATE)
+def _locate(root: Any, buffers: Any, lines: Any, low: int, high: int, matrix: Any, at: int) -> bool:
+    base, nbytes = np.int64(root.ctypes.data), len(root)
     for line in range(len(lines)):
         what, size, numbers, values, offsets, runs, addresses, axis = lines[line]
         for which in range(3, 6):
@@ -318,6 +324,5 @@ def locate(
     root: np.ndarray, buffers: np.ndarray, lines: np.ndarray, low: int, high: int, matrix: np.ndarray, at: int
 ) -> bool:
     """As `numpy_path.locate`."""
-    base = root.__array_interface__["data"][0]
-    found: bool = _locate(base, len(root), buffers, lines, low, high, matrix, at)
+    found: bool = _locate(root, buffers, lines, low, high, matrix, at)
     return found
