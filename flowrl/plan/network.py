@@ -97,6 +97,8 @@ def _sorted(names: Sequence[str], before: Sequence[tuple[int, ...]], behind: Seq
             walked.append(place)
             place = next(one for one in before[place] if waiting[one])
         circle = [names[one] for one in reversed(walked[walked.index(place) :])]
+        first = circle.index(min(circle))
+        circle = circle[first:] + circle[:first]
         raise ConfigError(f"tasks wait for each other in a circle: {' -> '.join([*circle, circle[0]])}")
     return tuple(order)
 
