@@ -42,14 +42,14 @@ class Units:
         self._bounds, self._group_by = bounds, group_by
         groups = source.group_indices(group_by) if group_by else None
         if groups is None:
-            self.rows = np.arange(source.num_rows, dtype=np.int64)
             self.starts = np.arange(source.num_rows + 1, dtype=np.int64)
+            self.rows = self.starts[:-1]
         else:
             self.rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
             self.starts = np.zeros(len(groups) + 1, np.int64)
             np.cumsum([len(group) for group in groups], out=self.starts[1:])
         self._is_grouped = groups is not None
-        self.counts = np.diff(self.starts)
+        self.counts = np.diff(self.starts) if self._is_grouped else np.ones(source.num_rows, np.int64)
         """Rows of each unit, [U]."""
         self._tokens = self._prompt = self._response = np.zeros(0, np.int64)
         if bounds.tokens is not None:
@@ -79,6 +79,8 @@ class Units:
     def _check_fits(self) -> None:
         # at the beginning, not in the middle of an epoch
         most, most_tokens = self._bounds.rows, self._bounds.tokens
+        if most_tokens is None and not self._is_grouped:
+            return  # one row always does
         is_wrong = np.zeros(len(self), np.bool_)
         if most is not None:
             is_wrong |= self.counts > most

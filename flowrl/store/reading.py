@@ -68,7 +68,8 @@ class View:
         self._backing = backing
         self._types = dict(types)
         self._folder = backing.folder
-        self._starts = np.array([0, *accumulate([stop - start for start, stop, _ in self.parts])], np.int64)
+        self._num_rows = sum([stop - start for start, stop, _ in self.parts])
+        self._first_rows: np.ndarray | None = None
         self._decoded: dict[tuple[int, tuple[str, ...]], RowBatch] = {}
         self._lock = threading.Lock()
 
@@ -79,8 +80,9 @@ class View:
         types = {name: catalog.columns[name].type for name in columns}
         families = _families(catalog, columns)
         for ready, names in families:
-            if not all(ready.covers(a, b) for a, b in pairs):
-                raise DataError(_not_ready(catalog, names[0], pairs))
+            for start, stop in pairs:
+                if not ready.covers(start, stop):
+                    raise DataError(_not_ready(catalog, names[0], pairs))
         parts: list[Part] = []
         for start, stop in pairs:
             for first, end in catalog.chunk_ranges(start, stop):
@@ -91,7 +93,16 @@ class View:
 
     @property
     def num_rows(self) -> int:
-        return int(self._starts[-1])
+        return self._num_rows
+
+    @property
+    def _starts(self) -> np.ndarray:
+        """int64 [parts + 1]: the first row of each part, and the end."""
+        found = self._first_rows
+        if found is None:
+            ends = accumulate([stop - start for start, stop, _ in self.parts])
+            found = self._first_rows = np.array([0, *ends], np.int64)
+        return found
 
     @property
     def types(self) -> dict[str, ColumnType]:
@@ -147,17 +158,18 @@ class View:
         names = tuple(self._types if columns is None else columns)
         if not len(indices):
             return self._none(names)
-        home = np.searchsorted(self._starts, indices, side="right") - 1
+        starts = self._starts
+        home = np.searchsorted(starts, indices, side="right") - 1
         first = int(home[0])
         if (home == first).all():
-            return _pick(self._read(self.parts[first], names), indices - self._starts[first])
+            return _pick(self._read(self.parts[first], names), indices - starts[first])
         order = np.argsort(home, kind="stable")
         sorted_home = home[order]
         bounds = np.flatnonzero(np.diff(sorted_home, prepend=-1, append=-2))
         pieces = []
         for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             number = int(sorted_home[low])
-            pieces.append(_pick(self._read(self.parts[number], names), indices[order[low:high]] - self._starts[number]))
+            pieces.append(_pick(self._read(self.parts[number], names), indices[order[low:high]] - starts[number]))
         together = RowBatch.concat(pieces)
         if np.array_equal(order, np.arange(len(order))):
             return together

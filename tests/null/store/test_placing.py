@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from flowrl.schema import SAMPLE, TOKEN
+from flowrl.schema import PROMPT, SAMPLE, TOKEN
 from flowrl.store import layout
-from flowrl.store.kernels import choose, forced, locate
+from flowrl.store.kernels import Gather, choose, forced, locate
+from flowrl.store.loader import packed, padded
 from flowrl.store.placing import recipe, split
+from flowrl.store.table import ExperienceTable
 from flowrl.store.writing import _text
 from tests.null.store.strategies import batch_of, row_lists
 
@@ -70,3 +72,40 @@ def test_text_has_no_recipe() -> None:
     same = '[["note","sample.str","text",[],0]]'
     assert recipe(("note",), {"note": SAMPLE.str}, [(("note",), same)]) is None
     assert recipe(("x",), {"x": TOKEN.i32}, [(("note",), same)]) is None
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_parts_stored_in_different_ways_are_one_source(kernel: str) -> None:
+    prompt = np.arange(40, dtype=np.int32)
+
+    def rows(first: int, count: int, *, same: bool) -> list[dict[str, Any]]:
+        return [
+            {
+                "prompt_ids": prompt if same else prompt[: 1 + (first + i) % 7],
+                "response_ids": np.arange(1 + (first + i) % 5, dtype=np.int32),
+                "loss_mask": np.arange(1 + (first + i) % 5) % 2 == 0,
+                "reward": float(first + i),
+            }
+            for i in range(count)
+        ]
+
+    types = {"prompt_ids": PROMPT.i32["*"], "response_ids": TOKEN.i32, "loss_mask": TOKEN.bool, "reward": SAMPLE.f32}
+    with ExperienceTable(memory="private", chunk_rows=4) as table, forced(kernel):
+        table.append(rows(0, 3, same=True), types)
+        table.append(rows(3, 6, same=False), types)
+        table.append(rows(9, 4, same=True), types)
+        table.add_column("advantage", np.arange(13, dtype=np.float32), SAMPLE.f32)
+        view, _ = table._view(None)
+        plan = view.places(list(view.types))
+        assert plan is not None and len(view.parts) > 3
+        assert {len(part.sources) for part in view.parts} == {2}
+        gather, order = Gather(plan), [12, 3, 3, 0, 8, 9]
+        batch = table.take(order)
+        for found, wanted in (
+            (gather.padded(np.array(order), multiple=4), padded(batch, multiple=4)),
+            (gather.packed(np.array(order)), packed(batch)),
+        ):
+            assert list(found) == list(wanted)
+            for name, array in wanted.items():
+                assert found[name].dtype == array.dtype and found[name].shape == array.shape, name
+                assert found[name].tobytes() == array.tobytes(), name
