@@ -343,6 +343,10 @@ def odd_array(array: np.ndarray, how: str) -> Any:
         return np.array(array.sum(), array.dtype)
     elif how == "deeper":
         return array[..., None]
+    elif how == "flatter" and array.ndim > 1:
+        return np.ascontiguousarray(array[..., 0])
+    elif how == "narrower":
+        return np.ascontiguousarray(array[..., :-1])
     elif how == "shorter":
         return array[1:]
     elif how == "none":
@@ -354,7 +358,7 @@ def odd_array(array: np.ndarray, how: str) -> Any:
 
 HOWS = (
     "strided", "column-major", "read-only", "swapped", "pickled", "unaligned", "special", "objects", "wider", "list",
-    "single", "deeper", "shorter", "none", "twos",
+    "single", "deeper", "flatter", "narrower", "shorter", "none", "twos",
 )  # fmt: skip
 
 
@@ -410,6 +414,20 @@ def test_arrays_of_another_form_are_as_numpy_has_them(name: str, how: str) -> No
         for place in which:
             rows[place][name] = odd_array(rows[place][name].copy(), how)
         assert outcome("numba", rows) == outcome("numpy", rows)
+
+
+@needs_numba
+@pytest.mark.parametrize("as_list", ["", "ids", "logprobs"])
+def test_as_many_values_in_other_rows_are_refused(as_list: str) -> None:
+    rows = array_rows(np.random.default_rng(7), 2, 0)
+    for row, ids, others in zip(rows, (2, 3), (3, 2), strict=True):
+        shapes = {"ids": (ids,), "logprobs": (others,), "mask": (ids,), "top": (ids, 2, 3), "marks": (ids, 3)}
+        row |= {name: np.ones(shape, NUMPY_DTYPES[ARRAYS[name].dtype]) for name, shape in shapes.items()}
+        if as_list:
+            row[as_list] = row[as_list].tolist()
+    found = outcome("numba", rows)
+    assert found == outcome("numpy", rows)
+    assert issubclass(found[0], FlowError)
 
 
 @needs_numba
