@@ -70,20 +70,19 @@ def schedule(
 
     Args:
         devices_per_node: for the host lane; None, all devices stand in one node.
-        order: names of all tasks, first come first; replaces the longest path.
+        order: names of all tasks. Then each starts as soon as its predecessors have ended, and the earlier ones on each of its
+            lanes: how a plan is run, where every device walks its own steps. The order in which a schedule starts its tasks
+            gives the same schedule.
 
-    Raises `ConfigError` for two tasks of one name, a predecessor that is not there, a cycle.
+    Raises `ConfigError` for two tasks of one name, a predecessor that is not there, a cycle, an order that has a task before
+    what it waits for.
     """
     net = network(tasks, devices_per_node)
     ticks = _ticks(tasks)
     if order is None:
-        ranks = _urgency(net, ticks)
+        starts, ends, started = _run(net, ticks, _urgency(net, ticks))
     else:
-        if sorted(order) != list(net.names):
-            raise ConfigError(f"an order names each of the {len(ticks)} tasks once; found {list(order)}")
-        places = {name: place for place, name in enumerate(net.names)}
-        ranks = [places[name] for name in order]
-    starts, ends, started = _run(net, ticks, ranks)
+        starts, ends, started = _walk(net, ticks, order)
     makespan = max(ends, default=0)
     return Schedule(
         {net.names[place]: starts[place] / TICKS_S for place in started},
@@ -155,6 +154,26 @@ def _run(net: Network, ticks: Sequence[int], ranks: Sequence[int]) -> tuple[list
                     ready.append(rank[later])
         ready.sort()
     return starts, ends, started
+
+
+def _walk(net: Network, ticks: Sequence[int], order: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+    """As `_run`, in a given order."""
+    if sorted(order) != list(net.names):
+        raise ConfigError(f"an order names each of the {len(ticks)} tasks once; found {', '.join(order)}")
+    places = {name: place for place, name in enumerate(net.names)}
+    starts, ends, free = [0] * len(ticks), [0] * len(ticks), [0] * len(net.resources)
+    done: set[int] = set()
+    for place in map(places.__getitem__, order):
+        early = [net.names[one] for one in net.before[place] if one not in done]
+        if early:
+            raise ConfigError(f"the order has '{net.names[place]}' before '{early[0]}', which it waits for")
+        done.add(place)
+        starts[place] = max([0, *(ends[one] for one in net.before[place]), *(free[need] for need in net.needs[place])])
+        ends[place] = starts[place] + ticks[place]
+        for need in net.needs[place]:
+            free[need] = ends[place]
+    turn = {name: index for index, name in enumerate(order)}
+    return starts, ends, sorted(done, key=lambda place: (starts[place], turn[net.names[place]]))
 
 
 def _critical(net: Network, starts: Sequence[int], ends: Sequence[int], started: Sequence[int]) -> list[int]:
@@ -320,6 +339,11 @@ class Usage:
     """What the peak consists of, the largest first, then by name."""
     during: tuple[str, ...]
     """Tasks that run on it at that moment, by name."""
+
+    def between(self, start_s: float, end_s: float) -> int:
+        """The most bytes from a moment on until before another; at the first if they are the same."""
+        inside = [level for moment_s, level in self.levels if start_s < moment_s < end_s]
+        return max([next((level for moment_s, level in reversed(self.levels) if moment_s <= start_s), 0), *inside])
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,12 @@ def test_weights_are_held_from_one_boundary_to_another() -> None:
     )
     used = memory(tasks, schedule(tasks)).devices[0]
     assert used.levels == ((0.0, 0), (1.0, 10), (8.0, 0), (12.0, 1), (13.0, 0))
+    assert [used.between(0.0, 1.0), used.between(0.5, 1.5), used.between(8.0, 12.0), used.between(12.0, 12.0)] == [
+        0,
+        10,
+        0,
+        1,
+    ]
 
 
 def test_a_task_of_no_length_still_needs_its_memory() -> None:
