@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from flowrl.plan.options import Option, beats
+import numpy as np
+
+from flowrl.plan.options import Option
 
 Edge = tuple[str, str]
 """A role whose new weights go to another role."""
@@ -69,9 +71,10 @@ def combine(
     for index, mine in enumerate(options):
         later = sum(least[index + 1 :])
         grown = [(*one, option) for one in partial for option in mine]
-        fitting = [one for one in grown if _fits(one, edges, limits, later)]
-        partial = _pareto(fitting, lambda one: _partial_costs(one, edges), on_edge)
-    made = [_made(one, edges, limits) for one in _pareto(partial, lambda one: _final_costs(one, edges), on_edge)]
+        fitting = [one for one in grown if _needed(one, edges, limits) + later <= limits.device_bytes]
+        costs = _final_costs if index == len(options) - 1 else _partial_costs
+        partial = _pareto(fitting, lambda one, costs=costs: costs(one, edges), on_edge)
+    made = [_made(one, edges, limits) for one in partial]
     return _ranked(one for one in made if one is not None)
 
 
@@ -105,18 +108,20 @@ def _end_costs(option: Option) -> tuple[float, ...]:
 def _pareto(
     found: Sequence[tuple[Option, ...]], costs_of: Callable[[tuple[Option, ...]], tuple[float, ...]], on_edge: set[str]
 ) -> list[tuple[Option, ...]]:
-    """Without combinations that one with the same layouts on edges beats or equals."""
-    groups: dict[object, list[tuple[float, ...]]] = {}
-    kept: list[tuple[Option, ...]] = []
-    ranked = sorted(((costs_of(one), _peak(one), index) for index, one in enumerate(found)), key=lambda item: item)  # what is beaten comes after
-    for costs, _, index in ranked:
-        one = found[index]
-        key = tuple(option.layout for option in one if option.role in on_edge)
-        mine = groups.setdefault(key, [])
-        if not any(beats(other, costs) for other in mine):
-            mine.append(costs)
-            kept.append(one)
-    return kept
+    """Without combinations that one with the same layouts on edges beats or equals; of equals the one with the lower peak stays."""
+    groups: dict[object, list[int]] = {}
+    for index, one in enumerate(found):
+        groups.setdefault(tuple(option.layout for option in one if option.role in on_edge), []).append(index)
+    kept: list[int] = []
+    for mine in groups.values():
+        ranked = sorted((*costs_of(found[index]), _peak(found[index]), index) for index in mine)
+        rows = np.array([row[:-2] for row in ranked])
+        left = np.arange(len(rows))
+        while left.size:  # what is beaten comes after what beats it
+            first, left = left[0], left[1:]
+            kept.append(int(ranked[first][-1]))
+            left = left[(rows[left] < rows[first]).any(axis=1)]
+    return [found[index] for index in sorted(kept)]
 
 
 def _partial_costs(one: Sequence[Option], edges: Sequence[Edge]) -> tuple[float, ...]:
@@ -137,10 +142,6 @@ def _handed(one: Sequence[Option], edge: Edge) -> float:
 
 def _peak(one: Sequence[Option]) -> float:
     return sum(option.static_bytes for option in one) + max(option.dynamic_bytes for option in one)
-
-
-def _fits(one: Sequence[Option], edges: Sequence[Edge], limits: Limits, later: float) -> bool:
-    return _needed(one, edges, limits) + later <= limits.device_bytes
 
 
 def _needed(one: Sequence[Option], edges: Sequence[Edge], limits: Limits) -> float:

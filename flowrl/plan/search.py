@@ -147,14 +147,15 @@ class Found:
         return f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); {mesh} ({names}) is busy for {busy:.1f} s"
 
 
-def search(problem: Problem, *, prune: bool = True, top: int = 5) -> Found:
+def search(problem: Problem, *, prune: bool = True, top: int = 5, slack: float = 0.0) -> Found:
     """The best plan of a problem. The same for every order of its roles; two calls give equal answers.
 
     Args:
         prune: False looks at everything: for tests.
         top: other candidates to keep.
+        slack: look at what may be up to this part slower than the best, to have it among the others. The best is the same.
     """
-    return _Search(problem, prune, top).run()
+    return _Search(problem, prune, top, slack).run()
 
 
 @dataclass
@@ -162,6 +163,7 @@ class _Search:
     problem: Problem
     prune: bool
     top: int
+    slack: float
     best: Candidate | None = None
     others: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
     bound_s: float = INFINITE
@@ -198,7 +200,7 @@ class _Search:
     # ------------------------------------------------------------------------------------------------------- branches
 
     def _limit(self) -> float:
-        return self.best.seconds if self.prune and self.best is not None else INFINITE
+        return self.best.seconds * (1 + self.slack) if self.prune and self.best is not None else INFINITE
 
     def _size(self, split: tuple[tuple[int, ...], ...], chosen: tuple[int, ...], left: int) -> None:
         """Give the next set of a split every size that may be worth it."""

@@ -131,10 +131,15 @@ class Workload:
 
     def totals(self, count: int) -> tuple[int, ...]:
         """Tokens of `count` sequences, prompt and response together."""
-        prompts, responses = self.sequences(count)
-        return tuple(a + b for a, b in zip(prompts, responses, strict=True))
+        return _totals(self, count)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence there can be: a micro-batch must hold it."""
         return self.prompt_lengths.longest + self.response_lengths.longest
+
+
+@lru_cache(maxsize=256)
+def _totals(workload: Workload, count: int) -> tuple[int, ...]:
+    prompts, responses = workload.sequences(count)
+    return tuple(a + b for a, b in zip(prompts, responses, strict=True))
