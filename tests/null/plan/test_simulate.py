@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flowrl.errors import ConfigError
+from flowrl.plan.orders import Shape
 from flowrl.plan.simulate import Lane, StepKind, Task, _preemptive as preemptive, lower_bound, period, schedule, unroll
 from tests.null.plan.task_cases import DEVICES_PER_NODE, compute, move, optimum, resources, task_sets
 
@@ -236,6 +237,22 @@ def test_a_faster_task_can_make_a_list_schedule_slower() -> None:
 
     assert (schedule(tasks(2.0)).makespan_s, schedule(tasks(1.0)).makespan_s) == (8.0, 10.0)
     assert (lower_bound(tasks(2.0)), lower_bound(tasks(1.0))) == (8.0, 7.0)
+
+
+@settings(max_examples=50)
+@given(task_sets(most=5))
+def test_the_search_counts_as_the_simulator_does(tasks: tuple[Task, ...]) -> None:
+    names = list(plan(tasks).starts)
+    by_name = {task.name: task for task in tasks}
+    lanes = sorted(set().union(*map(resources, tasks)), key=str)
+    sets = tuple(tuple(i for i, lane in enumerate(lanes) if lane in resources(by_name[name])) for name in names)
+    shape = Shape(sets, tuple(tuple(names.index(one) for one in by_name[name].after) for name in names), len(lanes))
+    seconds = [by_name[name].seconds for name in names]
+    shortest, order = shape.shortest(seconds)
+    assert shortest == pytest.approx(optimum(tasks), abs=SLACK_S)
+    assert plan(tasks, order=[names[i] for i in order]).makespan_s == pytest.approx(shortest, abs=SLACK_S)
+    # the search's bound is quicker to compute and no better
+    assert shape.bound_s(seconds) <= lower_bound(tasks, devices_per_node=DEVICES_PER_NODE) + SLACK_S
 
 
 # ------------------------------------------------------------------------------------------------------------ period

@@ -1,0 +1,135 @@
+"""Frozen dataclasses as JSON values and back, by their declared types.
+
+dataclass     object with its fields; one that is left out has its default
+tuple         list
+enum          its value
+Layout        its text ("f8")
+float         number; integers are read as floats
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from flowrl.errors import ConfigError, FlowError
+from flowrl.mesh import Layout
+from flowrl.schema.columns import nearest
+
+_Made = TypeVar("_Made")
+
+
+def encode(value: Any) -> Any:
+    """A JSON value. Raises `ConfigError` for a number that JSON has not."""
+    if isinstance(value, Layout):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = _hints(type(value))
+        found = {name: encode(getattr(value, name)) for name in hints}
+        # a float field that was given an integer is written as a float: equal values, equal texts
+        return {name: float(one) if hints[name] is float else one for name, one in found.items()}
+    if isinstance(value, tuple):
+        return [encode(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"a plan holds finite numbers; found {value!r}")
+    return value
+
+
+def decode(kind: type[_Made], value: Any, where: str) -> _Made:
+    """A value of a type from what `encode` gives. `where` names it in errors.
+
+    Raises `ConfigError` for an unknown key, a missing one, a value of another type, or one that the class refuses.
+    """
+    return cast(_Made, _decode(kind, value, where))
+
+
+@lru_cache(maxsize=64)
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _any_of(parts, value, where)
+    if origin is Literal:
+        if value not in parts:
+            raise _wrong(where, " or ".join(map(repr, parts)), value)
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(where, "a list", value)
+        if parts[-1:] == (...,):
+            parts = parts[:1] * len(value)
+        if len(parts) != len(value):
+            raise _wrong(where, f"a list of {len(parts)}", value)
+        return tuple(
+            _decode(part, one, f"{where}[{i}]") for i, (part, one) in enumerate(zip(parts, value, strict=True))
+        )
+    if kind is float and _is_number(value):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    if kind is Layout and isinstance(value, str):
+        return _made(where, Layout.parse, value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        known = [one.value for one in kind]
+        if value not in known:
+            raise ConfigError(f"'{where}' is {value!r}; {nearest(str(value), map(str, known))}")
+        return kind(value)
+    if is_dataclass(kind) and kind is not Layout:
+        return _object(cast(type, kind), value, where)
+    raise _wrong(where, kind.__name__, value)
+
+
+def _any_of(parts: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and NoneType in parts:
+        return None
+    plain = [one for one in parts if one in (int, float, str, bool)]
+    if type(value) in plain:
+        return value
+    rest = [one for one in parts if one is not NoneType]
+    if len(rest) == 1:
+        return _decode(rest[0], value, where)
+    raise _wrong(where, " or ".join(one.__name__ for one in rest), value)
+
+
+def _object(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _wrong(where, f"an object ({kind.__name__})", value)
+    hints = _hints(kind)
+    for key in value:
+        if key not in hints:
+            raise ConfigError(f"'{where}' has no key '{key}'; {nearest(str(key), hints)}")
+    missing = [
+        one.name
+        for one in fields(kind)
+        if one.name not in value and one.default is MISSING and one.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"'{where}' lacks {', '.join(missing)}")
+    made = {key: _decode(hints[key], one, f"{where}.{key}") for key, one in value.items()}
+    return _made(where, kind, **made)
+
+
+def _made(where: str, make: Any, *values: Any, **named: Any) -> Any:
+    try:
+        return make(*values, **named)
+    except FlowError as error:
+        raise ConfigError(f"'{where}': {error}") from error
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _wrong(where: str, wanted: str, value: Any) -> ConfigError:
+    shown = repr(value)
+    return ConfigError(f"'{where}' is {wanted}; found {shown if len(shown) <= 60 else shown[:57] + '...'}")
