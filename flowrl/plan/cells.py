@@ -4,6 +4,8 @@ Between calls every role of the set keeps its static bytes; one at a time uses i
 
     sum of static + largest dynamic + device context <= memory of a device
 
+While new weights wait for their engine, they are there too, together with what the roles that may work meanwhile use.
+
 Sets stand on devices of their own. Once a combination fits, its device memory matters to nobody else, so that of the combinations
 only those are kept that no other one beats in seconds, host bytes and numerics.
 """
@@ -18,8 +20,23 @@ import numpy as np
 
 from flowrl.plan.options import Option
 
-Edge = tuple[str, str]
-"""A role whose new weights go to another role."""
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """New weights go from one role to another."""
+
+    giver: str
+    taker: str
+    beside: frozenset[str] = frozenset()
+    """Roles that may work while the weights wait: after the update, and before the taker uses them."""
+
+    def handed_bytes(self, options: Iterable[Option]) -> float:
+        """What holds the weights on a device of the set meanwhile."""
+        return sum(option.handover_bytes for option in options if option.role in (self.giver, self.taker))
+
+    def beside_bytes(self, options: Iterable[Option]) -> float:
+        """What those beside use at most."""
+        return max((option.dynamic_bytes for option in options if option.role in self.beside), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,7 @@ def combine(
     if not prune:
         every = (_made(one, edges, limits) for one in product(*options))
         return _ranked(one for one in every if one is not None)
-    on_edge = {name for edge in edges for name in edge}
+    on_edge = {name for edge in edges for name in (edge.giver, edge.taker)}
     quick = _fastest(options, on_edge)
     if quick is not None:
         made = [_made(one, edges, limits) for one in quick]
@@ -125,19 +142,15 @@ def _pareto(
 
 
 def _partial_costs(one: Sequence[Option], edges: Sequence[Edge]) -> tuple[float, ...]:
-    handed = (_handed(one, edge) for edge in edges)
+    handed = [value for edge in edges for value in (edge.handed_bytes(one), edge.beside_bytes(one))]
     static = sum(option.static_bytes for option in one)
     return (*_final_costs(one, edges), static, max(option.dynamic_bytes for option in one), *handed)
 
 
 def _final_costs(one: Sequence[Option], edges: Sequence[Edge]) -> tuple[float, ...]:
     seconds = (time for option in one for time in option.seconds)
-    loaded = (float(option.is_on_host) for option in one if any(option.role == edge[0] for edge in edges))
+    loaded = (float(option.is_on_host) for option in one if any(option.role == edge.giver for edge in edges))
     return (*seconds, sum(option.host_bytes for option in one), float(max(option.numerics for option in one)), *loaded)
-
-
-def _handed(one: Sequence[Option], edge: Edge) -> float:
-    return sum(option.handover_bytes for option in one if option.role in edge)
 
 
 def _peak(one: Sequence[Option]) -> float:
@@ -148,7 +161,8 @@ def _needed(one: Sequence[Option], edges: Sequence[Edge], limits: Limits) -> flo
     """Bytes at the worst moment: a call, or new weights going from one role of the set to another."""
     context = limits.context_bytes if any(option.has_context for option in one) else 0.0
     static = sum(option.static_bytes for option in one)
-    return context + static + max([max(option.dynamic_bytes for option in one), *(_handed(one, edge) for edge in edges)])
+    waiting = (edge.handed_bytes(one) + edge.beside_bytes(one) for edge in edges)
+    return context + static + max([max(option.dynamic_bytes for option in one), *waiting])
 
 
 def _made(one: tuple[Option, ...], edges: Sequence[Edge], limits: Limits) -> Combination | None:

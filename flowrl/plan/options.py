@@ -74,7 +74,7 @@ class Option:
     numerics: int = 0
     """0: what the user asked for; above: how far down the list of optimizers."""
     handover_bytes: float = 0.0
-    """On each device, besides the static ones, when new weights are handed to an engine: what holds them, or takes them."""
+    """On each device, besides the static ones, while new weights wait for their engine: the trainer's shards, the engine's weights."""
     is_on_host: bool = False
     """Its weights must be loaded from the hosts before they can be handed out."""
     has_context: bool = False
@@ -257,7 +257,7 @@ class _Train:
             dynamic_bytes=max(0.0, own),
             host_bytes=used.host_bytes * replicas,
             numerics=rank,
-            handover_bytes=max(0.0, used.state_bytes * keep.memory.fragmentation - static),
+            handover_bytes=self._handover_bytes(),
             is_on_host=self.offload is Offload.STREAM_ALL,
             has_context=True,
             settings=tuple(settings.items()),
@@ -283,6 +283,14 @@ class _Train:
             moving=keep.moving,
         )
         return call.share * (call.steps * (step.total_s - step.move_s) + step.move_s)
+
+    def _handover_bytes(self) -> float:
+        """Shards of the weights that stay after the update until the engine has them, where nothing stays or streams otherwise."""
+        keep = self.choices
+        if not (self.park or self.offload is Offload.PARK):
+            return 0.0
+        element = keep.moving.weight_bytes if self.park else keep.moving.stored_bytes
+        return element * self.role.shape.params() / self.shards * keep.memory.fragmentation
 
     def _forward_s(self, call: Call) -> float:
         return forward_s(self.role.shape, self.cluster, self.mesh, self.workload.totals(call.sequences), self.tokens,

@@ -84,7 +84,9 @@ class Shape:
         free = [0.0] * self.num_sets
         while len(ends) < len(seconds):
             ready = [t for t, earlier in enumerate(self.before) if t not in ends and all(e in ends for e in earlier)]
-            starts = {t: max([0.0, *(ends[e] for e in self.before[t]), *(free[s] for s in self.sets[t])]) for t in ready}
+            starts = {
+                t: max([0.0, *(ends[e] for e in self.before[t]), *(free[s] for s in self.sets[t])]) for t in ready
+            }
             task = min(ready, key=lambda t: (starts[t], -tails[t], t))
             ends[task] = starts[task] + seconds[task]
             for one in self.sets[task]:

@@ -76,14 +76,18 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
             raise ConfigError(f"flow '{graph.name}' has no model '{name}'; {nearest(name, used)}")
     reader = _Reader(graph, workload)
     calls = reader.calls()
-    sampled = [name for name in reader.models if any(c.work == "generate" for c in calls if reader.model[c.node] == name)]
+    sampled = [
+        name for name in reader.models if any(c.work == "generate" for c in calls if reader.model[c.node] == name)
+    ]
     roles: list[Role] = []
     for name in reader.models:
         mine = tuple(call for call in calls if reader.model[call.node] == name)
         if not mine:
             continue
         if name not in models:
-            raise ConfigError(f"model '{name}' of flow '{graph.name}' needs a shape: models={{'{name}': ModelShape.of(...)}}")
+            raise ConfigError(
+                f"model '{name}' of flow '{graph.name}' needs a shape: models={{'{name}': ModelShape.of(...)}}"
+            )
         engine = ENGINE if len(sampled) == 1 else f"{ENGINE}.{name}"
         generating = tuple(_of(call, engine) for call in mine if call.work == "generate")
         others = tuple(_of(call, name) for call in mine if call.work != "generate")

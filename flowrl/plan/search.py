@@ -12,7 +12,7 @@ the longest chain of calls, each with its fastest option. What is found is the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 from flowrl.cost.shapes import ModelShape
@@ -20,9 +20,8 @@ from flowrl.errors import ConfigError
 from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster, Mesh
-from flowrl.mesh.placement import Group, Placement
-from flowrl.mesh.placement import Role as Placed
-from flowrl.plan.cells import Combination, Limits, combine
+from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.plan.cells import Combination, Edge, Limits, combine
 from flowrl.plan.handover import Side, handover_s
 from flowrl.plan.options import Choices, Option, all_options, pareto
 from flowrl.plan.orders import Shape
@@ -65,9 +64,19 @@ class Problem:
         object.__setattr__(self, "roles", tuple(sorted(self.roles, key=lambda role: role.name)))
 
     @property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """Trainer and engine, where new weights are handed over."""
-        return tuple((role.weights_from, role.name) for role in self.roles if role.weights_from)
+    def edges(self) -> tuple[Edge, ...]:
+        """Where new weights are handed over. Beside them work the roles that have a call which does not come before."""
+        work = work_of(self.roles)
+        found: list[Edge] = []
+        for index, (taker, call, _) in enumerate(work):
+            if call is None:
+                before = {index}
+                for at in range(index, -1, -1):
+                    before |= set(work[at][2]) if at in before else set()
+                others = {role for at, (role, _, _) in enumerate(work) if at not in before} - {taker}
+                names = frozenset(self.roles[role].name for role in others)
+                found.append(Edge(self.roles[taker].weights_from, self.roles[taker].name, names))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +188,7 @@ class _Search:
         self.sizes = [n for n in range(self.cluster.num_devices, 0, -1) if self.cluster.slices(n)]
         self.work = work_of(self.roles)
         self.index = {role.name: i for i, role in enumerate(self.roles)}
+        self.edges = problem.edges
         self.limits = Limits(self.cluster.device.memory_bytes, problem.choices.memory.context_bytes)
         self._options: dict[tuple[int, int], tuple[Option, ...]] = {}
         self._cells: dict[tuple[tuple[int, ...], int], tuple[Combination, ...]] = {}
@@ -244,7 +254,11 @@ class _Search:
     def _weigh(
         self, split: tuple[tuple[int, ...], ...], meshes: tuple[Mesh, ...], combinations: tuple[Combination, ...]
     ) -> None:
-        placed = {option.role: (mesh, option) for mesh, one in zip(meshes, combinations, strict=True) for option in one.options}
+        placed = {
+            option.role: (mesh, option)
+            for mesh, one in zip(meshes, combinations, strict=True)
+            for option in one.options
+        }
         seconds = [
             self.handover(self.roles[role], placed) if call is None else placed[self.roles[role].name][1].seconds[call]
             for role, call, _ in self.work
@@ -300,7 +314,7 @@ class _Search:
         key = (mine, size)
         if key not in self._cells:
             options = [self.options(role, size) for role in mine]
-            self._cells[key] = combine(options, self.problem.edges, self.limits, prune=self.prune)
+            self._cells[key] = combine(options, self.edges, self.limits, prune=self.prune)
         return self._cells[key]
 
     def meshes(self, sizes: tuple[int, ...]) -> tuple[Mesh, ...] | None:
@@ -363,9 +377,13 @@ def work_of(roles: Sequence[Role]) -> tuple[Work, ...]:
     while len(listed) < len(waits):
         ready = [key for key in waits if key not in listed and all(names[name] in listed for name in waits[key])]
         if not ready:
-            raise ConfigError(f"calls wait for each other: {sorted(name for name, key in names.items() if key not in listed)}")
+            raise ConfigError(
+                f"calls wait for each other: {sorted(name for name, key in names.items() if key not in listed)}"
+            )
         listed.append(min(ready, key=lambda key: (key[0], -1 if key[1] is None else key[1])))
-    return tuple((role, call, tuple(sorted(listed.index(names[n]) for n in waits[role, call]))) for role, call in listed)
+    return tuple(
+        (role, call, tuple(sorted(listed.index(names[n]) for n in waits[role, call]))) for role, call in listed
+    )
 
 
 def shape_of(work: Sequence[Work], roles: Sequence[Role], split: Sequence[Sequence[int]]) -> Shape:
