@@ -12,6 +12,7 @@ only those are kept that no other one beats in seconds, host bytes and numerics.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -90,7 +91,7 @@ def combine(
         grown = [(*one, option) for one in partial for option in mine]
         fitting = [one for one in grown if _needed(one, edges, limits) + later <= limits.device_bytes]
         costs = _final_costs if index == len(options) - 1 else _partial_costs
-        partial = _pareto(fitting, lambda one, costs=costs: costs(one, edges), on_edge)
+        partial = _pareto(fitting, functools.partial(costs, edges=edges), on_edge)
     made = [_made(one, edges, limits) for one in partial]
     return _ranked(one for one in made if one is not None)
 
@@ -125,7 +126,10 @@ def _end_costs(option: Option) -> tuple[float, ...]:
 def _pareto(
     found: Sequence[tuple[Option, ...]], costs_of: Callable[[tuple[Option, ...]], tuple[float, ...]], on_edge: set[str]
 ) -> list[tuple[Option, ...]]:
-    """Without combinations that one with the same layouts on edges beats or equals; of equals the one with the lower peak stays."""
+    """Without combinations that one with the same layouts on edges beats or equals.
+
+    Of equals, the one with the lower peak stays.
+    """
     groups: dict[object, list[int]] = {}
     for index, one in enumerate(found):
         groups.setdefault(tuple(option.layout for option in one if option.role in on_edge), []).append(index)

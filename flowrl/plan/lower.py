@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowrl.graph.nodes import Graph
 from flowrl.mesh import Mesh
 from flowrl.plan.options import Option
-from flowrl.plan.search import Candidate, Problem, shape_of, work_of
+from flowrl.plan.problem import Candidate, Problem, shape_of, work_of
 from flowrl.plan.steps import Plan, Predicted, Step
 from flowrl.plan.tasks import Edge, Hold, Lane, StepKind
 
@@ -18,8 +18,8 @@ def handover_name(engine: str) -> str:
 def plan_of(problem: Problem, candidate: Candidate, graph: Graph) -> Plan:
     """The plan of a candidate: a step for each call and for each handover of weights.
 
-    Each step waits for those before it in the candidate's order on the same devices, so that every schedule of the plan is the one
-    that the search counted. Rows that go from mesh to mesh are no steps yet: they take milliseconds.
+    Each step waits for those before it in the candidate's order on the same devices, so that every schedule of the plan is the
+    one that the search counted. Rows that go from mesh to mesh are no steps yet: they take milliseconds.
     """
     steps, resident = steps_of(problem, candidate)
     return Plan.of(

@@ -1,16 +1,16 @@
 """The ways in which a role can run on a mesh, and which of them are worth looking at.
 
-An option is a layout and its settings (tokens of a micro-batch, recomputation, class of offload, the engine's share of memory) with
-what they cost: seconds of each call, bytes on a device between and during its calls, bytes on hosts. Of the options with one layout
-only those are kept that no other one beats or equals in everything (Pareto). What a role costs depends on how many devices its mesh
-has and over how many nodes they go, never on which ones, so options are made once for each size.
+An option is a layout and its settings (tokens of a micro-batch, recomputation, class of offload, the engine's share of memory)
+with what they cost: seconds of each call, bytes on a device between and during its calls, bytes on hosts. Of the options with one
+layout only those are kept that no other one beats or equals in everything (Pareto). What a role costs depends on how many devices
+its mesh has and over how many nodes they go, never on which ones, so options are made once for each size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from flowrl.cost.collectives import Ring
 from flowrl.cost.generation import EngineConstants, Replica, generate
@@ -46,10 +46,10 @@ class Choices:
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
     loss: str = "cross_entropy"
     logit_chunk: int | None = 1024
-    memory: MemoryConstants = MemoryConstants()
-    train: TrainConstants = TrainConstants()
-    engine: EngineConstants = EngineConstants()
-    moving: OffloadConstants = OffloadConstants()
+    memory: MemoryConstants = field(default_factory=MemoryConstants)
+    train: TrainConstants = field(default_factory=TrainConstants)
+    engine: EngineConstants = field(default_factory=EngineConstants)
+    moving: OffloadConstants = field(default_factory=OffloadConstants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Option:
     numerics: int = 0
     """0: what the user asked for; above: how far down the list of optimizers."""
     handover_bytes: float = 0.0
-    """On each device, besides the static ones, while new weights wait for their engine: the trainer's shards, the engine's weights."""
+    """On each device, besides the static ones, while new weights wait for their engine: shards of the trainer, weights of the
+    engine."""
     is_on_host: bool = False
     """Its weights must be loaded from the hosts before they can be handed out."""
     has_context: bool = False
@@ -136,8 +137,7 @@ def _engine(role: Role, cluster: Cluster, mesh: Mesh, workload: Workload, choice
         replicas = mesh.size // tp
         weights = engine_weight_bytes(shape, tensor_parallel=tp)
         for share in choices.utilization:
-            constants = _with_share(choices.engine, share)
-            replica = Replica(shape, cluster, tp, constants)
+            replica = Replica(shape, cluster, tp, replace(choices.engine, utilization=share))
             if replica.capacity_tokens(choices.memory) < workload.longest:
                 continue
             seconds = tuple(_generate_s(replica, call, workload, replicas, choices, known) for call in role.calls)
@@ -152,12 +152,6 @@ def _engine(role: Role, cluster: Cluster, mesh: Mesh, workload: Workload, choice
             parked = tuple(time + call.share * load_s for time, call in zip(seconds, role.calls, strict=True))
             settings = (*settings, ("offload", "park"))
             yield Option(role.name, layout, parked, 0.0, used, 2.0 * shape.params() * replicas, settings=settings)
-
-
-def _with_share(constants: EngineConstants, share: float) -> EngineConstants:
-    return EngineConstants(
-        constants.step_overhead_s, constants.max_sequences, constants.weight_bytes, constants.cache_bytes, share
-    )
 
 
 def _splits(shape: ModelShape, tp: int) -> bool:
@@ -285,7 +279,7 @@ class _Train:
         return call.share * (call.steps * (step.total_s - step.move_s) + step.move_s)
 
     def _handover_bytes(self) -> float:
-        """Shards of the weights that stay after the update until the engine has them, where nothing stays or streams otherwise."""
+        """Shards of the weights that stay after the update until the engine has them, where none are at rest there."""
         keep = self.choices
         if not (self.park or self.offload is Offload.PARK):
             return 0.0

@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 from flowrl.errors import ConfigError
 
-_BINS = 64
+_BINS = 1024
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -66,10 +66,10 @@ class Lengths:
         if not 1 <= mean <= cap or sigma < 0:
             raise ConfigError(f"lognormal needs 1 <= mean <= cap and sigma >= 0; found {mean}, {cap}, {sigma}")
         scores = [NormalDist().inv_cdf((index + 0.5) / _BINS) for index in range(_BINS)]
-        low, high = 0.0, math.log(cap) + 8 * sigma + 1
+        low, high = -8 * sigma - 1, math.log(cap) + 8 * sigma + 1
         for _ in range(60):  # the median under which the mean of the cut lengths is what was asked
             middle = (low + high) / 2
-            found = sum(min(cap, math.exp(middle + sigma * score)) for score in scores) / _BINS
+            found = sum(max(1.0, min(cap, math.exp(middle + sigma * score))) for score in scores) / _BINS
             low, high = (middle, high) if found < mean else (low, middle)
         return cls.of(max(1, min(cap, round(math.exp(low + sigma * score)))) for score in scores)
 

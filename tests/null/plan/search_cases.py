@@ -7,8 +7,8 @@ from flowrl.cost.shapes import ModelShape
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Cluster
 from flowrl.plan.options import Choices
+from flowrl.plan.problem import Problem
 from flowrl.plan.roles import Call, Role
-from flowrl.plan.search import Problem
 from flowrl.plan.workload import Lengths, Workload
 
 GIB = 2**30

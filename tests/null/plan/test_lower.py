@@ -10,7 +10,8 @@ from flowrl.cost.shapes import ModelShape
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Cluster
 from flowrl.plan.lower import plan_of
-from flowrl.plan.search import Problem, search
+from flowrl.plan.problem import Problem
+from flowrl.plan.search import search
 from flowrl.plan.steps import Plan
 from flowrl.plan.workload import Lengths, Workload
 from tests.null.plan.search_cases import CASES

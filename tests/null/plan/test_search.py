@@ -9,7 +9,8 @@ from flowrl.graph.schedule import Async, Sync
 from flowrl.mesh import Cluster, Mesh
 from flowrl.plan.handover import Side, handover_s
 from flowrl.plan.options import all_options
-from flowrl.plan.search import Problem, place, search, splits
+from flowrl.plan.problem import Problem, place, splits
+from flowrl.plan.search import search
 from tests.null.plan.search_cases import CASES, FEW, GROUPS, WORK, cluster
 
 

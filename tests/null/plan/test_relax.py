@@ -1,0 +1,53 @@
+"""Why nothing fits, and what would."""
+
+from dataclasses import replace
+
+import pytest
+
+from flowrl.cost.offload import Offload
+from flowrl.cost.shapes import ModelShape
+from flowrl.mesh import Cluster
+from flowrl.plan.options import Choices
+from flowrl.plan.problem import Problem
+from flowrl.plan.relax import explain
+from flowrl.plan.search import search
+from flowrl.plan.workload import Lengths, Workload
+from tests.null.plan.search_cases import CASES, cluster, group_roles
+
+LLAMA_70B = ModelShape.of("meta-llama/Llama-2-70b-hf")
+WORK = Workload(32, Lengths.fixed(512), Lengths.fixed(512))
+
+
+def test_a_large_model_without_offload():
+    """70B on eight 80 GiB devices: state alone is 128.5 GiB on each, and streaming the optimizer's state helps."""
+    problem = Problem(group_roles(LLAMA_70B, LLAMA_70B, 256), Cluster.named("8xA100-80G"), WORK,
+                      choices=Choices(offload=(Offload.NONE,)))  # fmt: skip
+    assert search(problem).best is None
+    found = explain(problem)
+    assert "device memory, 'policy'" in found.binding and "at rest 134.9" in found.binding  # 128.5 and fragmentation
+    offered = {one.what: one for one in found.relaxations}
+    assert "every class of offload" in offered and "LoRA of rank 16" in offered
+    assert offered["LoRA of rank 16"].changes_numerics and not offered["every class of offload"].changes_numerics
+    assert str(found).startswith("FR-P01: no plan fits. Binding: device memory")
+
+
+def test_too_little_host_memory():
+    problem = CASES["no_host"]
+    found = explain(problem)
+    assert "host memory" in found.binding and "> 20" in found.binding
+    assert any(one.what.startswith("hosts of") for one in found.relaxations)
+
+
+@pytest.mark.parametrize("name", ["no_host"])
+def test_each_relaxation_is_a_plan(name):
+    problem = CASES[name]
+    for one in explain(problem).relaxations:
+        if one.what.endswith("devices"):
+            more = int(one.what.split()[0]) // problem.cluster.num_devices
+            larger = replace(problem, cluster=replace(problem.cluster, nodes=problem.cluster.nodes * more))
+            assert search(larger).best.seconds == one.seconds
+
+
+def test_nothing_helps():
+    found = explain(replace(CASES["tight"], cluster=cluster("1xA100-80G", 3)))
+    assert not found.relaxations and "none of those tried" in str(found)
