@@ -1,8 +1,8 @@
 """Seconds of handing new weights from a trainer to an engine, in closed form: for a search that compares thousands of pairs.
 
 `flowrl.plan.reshard` finds the exact moves. For the layouts that the search makes (rows of every tensor cut over the trainer's
-devices, tensor parallelism and copies in the engine) the bytes agree with it to two parts in a thousand; what the closed form leaves
-out are rows that do not divide evenly, and engines with more ranks than key-value heads on the trainer's own mesh.
+devices, tensor parallelism and copies in the engine) the bytes agree with it to two parts in a thousand; what the closed form
+leaves out are rows that do not divide evenly, and engines with more ranks than key-value heads on the trainer's own mesh.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
-from flowrl.mesh import Cluster, Mesh
+from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.plan.cells import Combination, Edge
 from flowrl.plan.options import Choices, Option
@@ -29,6 +29,8 @@ class Problem:
     workload: Workload
     schedule: Schedule = field(default_factory=Sync)
     choices: Choices = field(default_factory=Choices)
+    placement: Placement | None = None
+    """What the user asks for; where it says "..." the planner chooses."""
 
     @classmethod
     def of(
@@ -40,10 +42,12 @@ class Problem:
         *,
         schedule: Schedule | None = None,
         choices: Choices | None = None,
+        placement: Placement | str | None = None,
     ) -> Problem:
         """The roles of a graph on a cluster. Raises `ConfigError` for models that do not fit the graph."""
         roles = roles_of(graph, models, workload)
-        return cls(roles, cluster, workload, schedule or Sync(), choices or Choices())
+        asked = Placement.parse(placement) if isinstance(placement, str) else placement
+        return cls(roles, cluster, workload, schedule or Sync(), choices or Choices(), asked)
 
     def __post_init__(self) -> None:
         names = [role.name for role in self.roles]
@@ -51,6 +55,26 @@ class Problem:
             raise ConfigError(f"roles need different names; found {names}")
         # the answer must not depend on the order in which roles are given
         object.__setattr__(self, "roles", tuple(sorted(self.roles, key=lambda role: role.name)))
+        if self.placement is not None:
+            self.placement.check_roles(frozenset(names))
+
+    def allows(self, split: Sequence[Sequence[int]]) -> bool:
+        """Whether a split keeps together and apart what the placement says; a group that is named takes no others."""
+        if self.placement is None:
+            return True
+        sets = {frozenset(self.roles[index].name for index in mine) for mine in split}
+        return all(frozenset(role.name for role in group.roles) in sets for group in self.placement.groups)
+
+    def asked_size(self, mine: Sequence[int]) -> int | None:
+        """Devices that the placement gives to a set of roles."""
+        groups = () if self.placement is None else self.placement.groups
+        names = {self.roles[index].name for index in mine}
+        return next((group.size for group in groups if group.roles[0].name in names), None)
+
+    def asked_layout(self, role: str) -> Layout | None:
+        """Layout that the placement gives to a role."""
+        placed = None if self.placement is None else self.placement.role(role)
+        return None if placed is None else placed.layout
 
     @property
     def edges(self) -> tuple[Edge, ...]:

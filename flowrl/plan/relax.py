@@ -74,7 +74,10 @@ def _binding(problem: Problem) -> str:
     peak, name, option = worst
     peak += problem.choices.memory.context_bytes * option.has_context
     if peak <= cluster.device.memory_bytes:
-        return f"device memory, {capacity:.1f} GiB: each role fits alone, and not together; the largest is '{name}' {_sizes(option)}"
+        return (
+            f"device memory, {capacity:.1f} GiB: each role fits alone, and not together; the largest is '{name}' "
+            f"{_sizes(option)}"
+        )
     return f"device memory, '{name}' {peak / GIB:.1f} > {capacity:.1f} GiB {_sizes(option)}"
 
 
@@ -95,7 +98,7 @@ def _least(problem: Problem, cluster: Cluster, name: str) -> Option | None:
 
 def _relaxations(problem: Problem) -> list[Relaxation]:
     """What was tried and fits."""
-    cluster, choices = problem.cluster, problem.choices
+    choices = problem.choices
     tried: list[tuple[str, Problem, bool]] = []
     if set(choices.offload) != set(Offload):
         tried.append(

@@ -64,7 +64,7 @@ class _Search:
         self._places: dict[tuple[int, ...], tuple[Mesh, ...] | None] = {}
 
     def run(self) -> Found:
-        for split in sorted(splits(len(self.roles)), key=len):
+        for split in sorted(filter(self.problem.allows, splits(len(self.roles))), key=len):
             self.shape = shape_of(self.work, self.roles, split)
             self._size(split, (), self.cluster.num_devices)
         others = sorted(self.others.values(), key=lambda one: one.rank)
@@ -85,7 +85,8 @@ class _Search:
         if at == len(split):
             self._place(split, chosen)
             return
-        for size in self.sizes:
+        asked = self.problem.asked_size(split[at])
+        for size in self.sizes if asked is None else (asked,):
             if size > left - (len(split) - at - 1):
                 continue
             load = sum(sum(self.least(role, size)) for role in split[at])
@@ -162,8 +163,11 @@ class _Search:
         key = (role, size)
         if key not in self._options:
             problem = self.problem
-            mesh = self.cluster.slices(size)[0]
+            mesh = Mesh(0, size)
             found = all_options(self.roles[role], self.cluster, mesh, problem.workload, problem.choices)
+            asked = problem.asked_layout(self.roles[role].name)
+            if asked is not None:
+                found = tuple(option for option in found if option.layout == asked)
             self._options[key] = pareto(found) if self.prune else found
         return self._options[key]
 

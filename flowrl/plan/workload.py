@@ -15,6 +15,8 @@ from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
 
+import numpy as np
+
 from flowrl.errors import ConfigError
 
 _BINS = 1024
@@ -65,13 +67,13 @@ class Lengths:
         """
         if not 1 <= mean <= cap or sigma < 0:
             raise ConfigError(f"lognormal needs 1 <= mean <= cap and sigma >= 0; found {mean}, {cap}, {sigma}")
-        scores = [NormalDist().inv_cdf((index + 0.5) / _BINS) for index in range(_BINS)]
+        scores = _scores()
         low, high = -8 * sigma - 1, math.log(cap) + 8 * sigma + 1
         for _ in range(60):  # the median under which the mean of the cut lengths is what was asked
             middle = (low + high) / 2
-            found = sum(max(1.0, min(cap, math.exp(middle + sigma * score))) for score in scores) / _BINS
+            found = float(np.clip(np.exp(middle + sigma * scores), 1, cap).mean())
             low, high = (middle, high) if found < mean else (low, middle)
-        return cls.of(max(1, min(cap, round(math.exp(low + sigma * score)))) for score in scores)
+        return cls.of(np.clip(np.rint(np.exp(low + sigma * scores)), 1, cap).astype(int).tolist())
 
     @property
     def mean(self) -> float:
@@ -87,6 +89,12 @@ class Lengths:
         The longest length is among them. `turn` in [0, 1) begins the order elsewhere, so that two draws are not in step.
         """
         return _draw(self, count, turn)
+
+
+@lru_cache(maxsize=1)
+def _scores() -> np.ndarray:
+    """Quantiles of the normal distribution at the middle of each bin."""
+    return np.array([NormalDist().inv_cdf((index + 0.5) / _BINS) for index in range(_BINS)])
 
 
 @lru_cache(maxsize=256)

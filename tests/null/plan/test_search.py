@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
 from flowrl.graph.schedule import Async, Sync
-from flowrl.mesh import Cluster, Mesh
+from flowrl.mesh import Cluster, Mesh, Placement
 from flowrl.plan.handover import Side, handover_s
 from flowrl.plan.options import all_options
 from flowrl.plan.problem import Problem, place, splits
 from flowrl.plan.search import search
-from tests.null.plan.search_cases import CASES, FEW, GROUPS, WORK, cluster
+from flowrl.plan.workload import Lengths, Workload
+from tests.null.plan.search_cases import CASES, FEW, GROUPS, WORK, cluster, group_roles
 
 
 def everything(problem: Problem) -> float:
@@ -192,3 +195,56 @@ def test_engine_shares_are_of_the_device():
     for option in all_options(role, machine, Mesh(0, 2), WORK, FEW):
         share = dict(option.settings)["utilization"]
         assert option.dynamic_bytes == pytest.approx(share * machine.device.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gen:t2 | (policy:f2 + ref:f2)",
+        "(gen:... + ref:...) | policy:f2",
+        "gen:d2 | ...",
+        "(gen:d4 + policy:f4 + ref:f4)",
+    ],
+)
+@pytest.mark.parametrize("schedule", [Sync(), Async(1)])
+def test_what_the_user_asks_for(text, schedule):
+    problem = replace(CASES["async"], schedule=schedule)
+    free = search(problem).best
+    asked = search(replace(problem, placement=Placement.parse(text))).best
+    assert free is not None and asked is not None and asked.seconds >= free.seconds
+    groups = {frozenset(role.name for role in group.roles) for group in asked.placement.groups}
+    for group in Placement.parse(text).groups:
+        assert frozenset(role.name for role in group.roles) in groups
+        for role in group.roles:
+            assert role.layout is None or asked.option(role.name).layout == role.layout
+    again = search(replace(problem, placement=asked.placement)).best
+    assert again.seconds == asked.seconds
+
+
+def test_asking_for_the_best_gives_the_best():
+    for name in ("tighter", "async_2", "critic_tight"):
+        best = search(CASES[name]).best
+        assert search(replace(CASES[name], placement=best.placement)).best == best
+
+
+def test_a_placement_that_cannot_be():
+    with pytest.raises(ConfigError, match="placed but not in the flow"):
+        replace(CASES["plenty"], placement=Placement.parse("actor:f2 | ..."))
+    none = replace(CASES["plenty"], placement=Placement.parse("gen:t2 | policy:f2 | ref:f2"))
+    assert search(none).best is None
+    odd = replace(CASES["plenty"], placement=Placement.parse("(gen:d16 + policy:f16 + ref:f16)"))
+    assert search(odd).best is None
+
+
+def test_a_large_model_on_one_node():
+    """70B with a reference on eight 80 GiB devices needs about 830 GB of host memory, and streams the optimizer's state."""
+    shape = ModelShape.of("meta-llama/Llama-2-70b-hf")
+    work = Workload(256, Lengths.fixed(512), Lengths.fixed(512))
+    roles = group_roles(shape, shape, 256)
+    for host_bytes, fits in ((840e9, True), (760e9, False)):
+        machine = Cluster.named("8xA100-80G").with_memory(host_bytes=int(host_bytes))
+        best = search(Problem(roles, machine, work)).best
+        assert (best is not None) == fits
+        if best is not None:
+            assert dict(best.option("policy").settings)["offload"] == "sopt"
+            assert 150 < best.seconds < 260
