@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
@@ -14,7 +15,7 @@ from flowrl.plan.options import all_options
 from flowrl.plan.problem import Problem, place, splits
 from flowrl.plan.search import search
 from flowrl.plan.workload import Lengths, Workload
-from tests.null.plan.search_cases import CASES, FEW, GROUPS, WORK, cluster, group_roles
+from tests.null.plan.search_cases import CASES, FEW, GROUPS, LARGE, MIDDLE, SMALL, WORK, cluster, group_roles
 
 
 def everything(problem: Problem) -> float:
@@ -248,3 +249,24 @@ def test_a_large_model_on_one_node():
         if best is not None:
             assert dict(best.option("policy").settings)["offload"] == "sopt"
             assert 150 < best.seconds < 260
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    models=st.tuples(st.sampled_from([SMALL, MIDDLE, LARGE]), st.sampled_from([SMALL, MIDDLE, LARGE])),
+    devices=st.sampled_from(["1xA100-80G", "2xA100-80G", "4xH100-80G"]),
+    memory_gib=st.sampled_from([14, 18, 24, 32, 48, 80]),
+    host_gib=st.sampled_from([4, 40, 100, 1024]),
+    staleness=st.integers(0, 2),
+    sequences=st.sampled_from([8, 64, 200]),
+)
+def test_a_family_of_small_problems(models, devices, memory_gib, host_gib, staleness, sequences):
+    roles = group_roles(*models, sequences)
+    schedule = Async(staleness) if staleness else Sync()
+    problem = Problem(roles, cluster(devices, memory_gib, host_gib), WORK, schedule=schedule, choices=FEW)
+    found, expected = search(problem), everything(problem)
+    assert (found.best is None) == (expected == float("inf"))
+    if found.best is not None:
+        assert found.best.seconds == pytest.approx(expected, rel=1e-12)
+        wide = search(problem, prune=False).best
+        assert wide is not None and wide.seconds == pytest.approx(expected, rel=1e-12)
