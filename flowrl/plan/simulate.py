@@ -255,20 +255,27 @@ class Period:
     """Whether the period is longer than the busiest devices need, because rows would be too stale."""
 
 
-def period(tasks: Sequence[Task], *, max_staleness: int, devices_per_node: int | None = None) -> Period:
+def period(
+    tasks: Sequence[Task],
+    *,
+    max_staleness: int,
+    devices_per_node: int | None = None,
+    order: Sequence[str] | None = None,
+) -> Period:
     """Seconds per iteration where up to `max_staleness + 1` iterations are under way: `tasks` are those of one.
 
         period = min(latency, max(busy time of a device, load of a lane, latency / (max_staleness + 1)))
 
     Busy time of a device: its compute lane, and every reshard and sync (weights cannot be used while they change). The latency
-    is the makespan of one iteration alone; with `max_staleness` 0 it is the period. A model, not a bound: iterations that
-    overlap may also delay each other. `unroll` and `schedule` tell by how much.
+    is the makespan of one iteration alone, in `order` (as `schedule` takes it); with `max_staleness` 0 it is the period.
+    A model, not a bound: iterations that overlap may also delay each other. `unroll` and `schedule` tell by how much.
     """
     if max_staleness < 0:
         raise ConfigError(f"max_staleness is a whole number of at least 0; found {max_staleness!r}")
     net = network(tasks, devices_per_node)
     ticks = _ticks(tasks)
-    latency = max(_run(net, ticks, _urgency(net, ticks))[1], default=0)
+    _, ends, _ = _run(net, ticks, _urgency(net, ticks)) if order is None else _walk(net, ticks, order)
+    latency = max(ends, default=0)
     busy = dict.fromkeys(alike(task.devices for task in tasks), 0)
     for task in tasks:
         if Lane.COMPUTE in task.lanes or task.kind in (StepKind.RESHARD, StepKind.SYNC):

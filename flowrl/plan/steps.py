@@ -176,9 +176,9 @@ class Plan:
         by_name = {step.name: step for step in steps}
         ordered = tuple(_timed(by_name[step], found, used) for step in found.starts)
         plan = cls(name, graph_hash, cluster, ordered, **others)
-        pace = period(tasks, max_staleness=plan.max_staleness, devices_per_node=cluster.devices_per_node)
+        pace = period(tasks, max_staleness=plan.max_staleness, devices_per_node=cluster.devices_per_node, order=order)
         outlook = Outlook(
-            seconds=pace.seconds if plan.max_staleness else found.makespan_s,
+            seconds=pace.seconds,
             latency_s=found.makespan_s,
             bound_s=lower_bound(tasks, devices_per_node=cluster.devices_per_node),
             device_bytes=max((one.peak_bytes for one in used.devices.values()), default=0),

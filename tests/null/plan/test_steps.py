@@ -150,6 +150,23 @@ def test_an_order_is_kept() -> None:
     assert plan == made()
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_seconds_are_those_of_the_order(allowed: int) -> None:
+    # the shorter task first: what waits for it starts early
+    one, two = Mesh(0, 1), Mesh(1, 1)
+    listed = [
+        Step("a", "a", StepKind.COMPUTE, one, (Lane.COMPUTE,), Predicted(5.0)),
+        Step("b", "b", StepKind.COMPUTE, one, (Lane.COMPUTE,), Predicted(1.0)),
+        Step("then", "then", StepKind.COMPUTE, two, (Lane.COMPUTE,), Predicted(9.0), ("b",)),
+    ]
+    cluster = Cluster.named("2xH200")
+    worse = Plan.of("p", "0", cluster, listed, order=["a", "b", "then"], max_staleness=allowed)
+    better = Plan.of("p", "0", cluster, listed, max_staleness=allowed)
+    assert (worse.predicted.latency_s, better.predicted.latency_s) == (15.0, 10.0)
+    assert (worse.predicted.seconds, better.predicted.seconds) == ((15.0, 10.0) if not allowed else (9.0, 9.0))
+    assert worse.predicted.bound_s == better.predicted.bound_s == 10.0
+
+
 @settings(max_examples=40)
 @given(task_sets())
 def test_any_tasks_make_a_plan_that_simulates_to_its_schedule(tasks: tuple[Task, ...]) -> None:
