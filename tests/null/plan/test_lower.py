@@ -1,5 +1,6 @@
 """What the search finds, as a plan: the simulator agrees about its seconds and its memory."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from examples.flows.ppo import ppo
 from flowrl.cost.shapes import ModelShape
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Cluster
-from flowrl.plan.lower import plan_of
+from flowrl.plan.lower import plan_of, steps_of
 from flowrl.plan.problem import Problem
 from flowrl.plan.search import search
 from flowrl.plan.steps import Plan
@@ -61,3 +62,15 @@ def test_less_memory_would_not_do():
     excess = plan.simulated()[1].excess(smaller)
     assert excess is not None and "memory of device" in str(excess)
     assert replace(problem, cluster=smaller) != problem
+
+
+def test_weights_that_wait_are_counted():
+    """From the handover to the next sample the engine's weights are there, over the end of the iteration too."""
+    problem = CASES["critic"]
+    best = search(problem).best
+    assert best is not None
+    _, resident = steps_of(problem, best)
+    waiting = [hold for hold in resident if hold.what == "gen weights"]
+    assert [(hold.from_task, hold.until_task) for hold in waiting] == [("gen.weights", "")]
+    assert waiting[0].device_bytes == math.ceil(best.option("gen").handover_bytes) > 0
+    assert waiting[0].devices == tuple(best.meshes[0].devices)
