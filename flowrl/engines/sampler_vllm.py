@@ -20,6 +20,7 @@ import itertools
 import math
 import os
 import random
+import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,6 +106,7 @@ class VllmSampler:
             )
         self._llm: Any = None
         try:
+            let_numba_be_looked_at()
             with global_state_kept():
                 self._llm = vllm.LLM(self._folder.name, **options)
         except Exception as error:
@@ -597,6 +599,19 @@ def cpu_cache_bytes(config: Any, context: int | None, dtype: str) -> int:
 
 INHERITED = ("LD_LIBRARY_PATH", "LD_PRELOAD", "LOCAL_WORLD_SIZE")
 """Environment variables that vLLM sets for processes of its own, and that would change every other child process."""
+
+
+def let_numba_be_looked_at() -> None:
+    """Where numba is loaded already (the tables' kernels load it), vLLM 0.32 for CPUs cannot be opened without this.
+
+    It looks into every object of every module, `vars(value).get("kernel")`, and llvmlite has one that takes `__dict__` for
+    the name of a function of LLVM's. That object keeps the names it has looked up, so an empty `__dict__` among them is what it
+    gives.
+    """
+    found = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    names = getattr(found, "_fntab", None)
+    if isinstance(names, dict) and not isinstance(names.get("__dict__"), dict):
+        names["__dict__"] = {}
 
 
 @contextmanager

@@ -495,6 +495,15 @@ def test_bf16_samples_from_rounded_weights(open_sampler: Callable[..., Any]) -> 
     sampler.close()
 
 
+def test_it_opens_where_numba_is_loaded(open_sampler: Callable[..., Any]) -> None:
+    """The kernels of experience tables load numba, and vLLM's look into every module stumbles over it."""
+    numba = pytest.importorskip("numba")
+    assert numba.njit(lambda number: number + 1)(1) == 2
+    sampler = open_sampler(llama(1))
+    sampler.close()
+    assert numba.njit(lambda number: number + 2)(1) == 3, "numba still compiles"
+
+
 def test_opening_leaves_the_process_as_it_was(open_sampler: Callable[..., Any]) -> None:
     def state() -> tuple[Any, ...]:
         inherited = {name: os.environ.get(name) for name in sampler_vllm.INHERITED}
