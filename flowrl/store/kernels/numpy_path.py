@@ -18,7 +18,7 @@ def measure(plan: Plan, rows: np.ndarray, multiple: int, is_packed: bool, sizes:
     form = plan.form
     along = {}
     for axis in range(form.lines - len(form.keys), form.lines):
-        found = plan.matrix[axis, rows]
+        found = plan.matrix[axis][rows]
         along[axis] = int(found.sum()) if is_packed else -(-int(found.max(initial=0)) // multiple) * multiple
     end = 0
     for output, (what, axis, size, *_rest) in enumerate(form.table.tolist()):
@@ -41,12 +41,12 @@ def fill(plan: Plan, rows: np.ndarray, is_packed: bool, sizes: np.ndarray, block
     for (what, axis, size, numbers, column, _), (offset, along) in zip(
         plan.form.table.tolist(), sizes[:-1].tolist(), strict=True
     ):
-        have = plan.matrix[axis, rows] if axis >= 0 else np.ones(count, np.int64)
+        have = plan.matrix[axis][rows] if axis >= 0 else np.ones(count, np.int64)
         target = block[offset:]
         if what == ENDS:
             _bounds(have, target) if is_packed else _mask(have, along, target)
             continue
-        starts = plan.matrix[column, rows]
+        starts = plan.matrix[column][rows]
         if not count:
             continue
         if what == BITS:
@@ -73,41 +73,44 @@ def locate(
 
     Returns False when a buffer is compressed, or is not in the block.
     """
-    base, count = _address(root), high - low
-    target = slice(at, at + count)
+    base, count, target = _address(root), high - low, slice(at, at + high - low)
+    places = buffers.tolist()
+    known: dict[int, np.ndarray | None] = {-1: root[:0]}
+
+    def part(number: int) -> np.ndarray | None:
+        """The bytes of a buffer; none of none."""
+        if number not in known:
+            begin, stored = places[2 * number : 2 * number + 2]
+            is_there = begin >= 0 and 0 <= stored <= len(root) - begin
+            known[number] = root[begin : begin + stored] if is_there else None
+        return known[number]
+
+    every = np.arange(low, high)
     for what, size, numbers, values, offsets, runs, addresses, axis in lines.tolist():
-        parts = [_part(root, buffers, number) for number in (values, offsets, runs)]
-        if any(part is None for part in parts):
+        ends, index = part(offsets), part(runs)
+        if part(values) is None or ends is None or index is None:
             return False
-        start = base + int(buffers[2 * values])
-        _, ends, index = parts
-        rows = np.arange(low, high) if runs < 0 else index.view(np.int32)[low:high]  # type: ignore[union-attr]
-        there = len(ends) // 8 - 1  # type: ignore[arg-type]
+        start, there = base + places[2 * values], len(ends) // 8 - 1
         if what == FIXED:
-            there = int(buffers[2 * values + 1]) // size if size else high
-        if len(rows) < count or (count and not 0 <= rows.min() <= rows.max() < there):
+            there = places[2 * values + 1] // size if size else high
+        rows, least, most = every, low, high - 1
+        if runs >= 0 and count:
+            rows = index.view(np.int32)[low:high]
+            least, most = int(rows.min(initial=0)), int(rows.max(initial=0))
+        if len(rows) < count or (count and not 0 <= least <= most < there):
             return False
         if what == FIXED:
-            matrix[addresses, target] = start + size * rows.astype(np.int64)
+            matrix[addresses, target] = start + size * rows.astype(np.int64, copy=False)
             continue
-        bounds = ends.view(np.int64)  # type: ignore[union-attr]
-        lengths = bounds[1:] - bounds[:-1]
+        bounds = ends.view(np.int64)
         if what == BITS:
-            nbytes = (lengths * numbers + 7) >> 3
+            nbytes = ((bounds[1:] - bounds[:-1]) * numbers + 7) >> 3
             matrix[addresses, target] = start + (np.cumsum(nbytes) - nbytes)[rows]
         else:
             matrix[addresses, target] = start + size * bounds[rows]
         if axis >= 0:
-            matrix[axis, target] = lengths[rows]
+            matrix[axis, target] = (bounds[1:] - bounds[:-1])[rows]
     return True
-
-
-def _part(root: np.ndarray, buffers: np.ndarray, number: int) -> np.ndarray | None:
-    """The bytes of a buffer; none of none."""
-    if number < 0:
-        return root[:0]
-    offset, stored = buffers[2 * number : 2 * number + 2].tolist()
-    return root[offset : offset + stored] if 0 <= stored <= len(root) - offset and offset >= 0 else None
 
 
 _memmove = PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(cast(memmove, c_void_p).value or 0)
