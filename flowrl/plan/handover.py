@@ -45,38 +45,58 @@ def kept_bytes(shape: ModelShape, shards: int, tp: int, element_bytes: int = 2) 
     return element_bytes * found
 
 
+def received_bytes(shape: ModelShape, source: Side, target: Side) -> float:
+    """What each device of the engine receives: what it needs; on the trainer's own mesh, less what it holds."""
+    need = need_bytes(shape, target.layout.tp)
+    if source.mesh != target.mesh:
+        return need
+    return max(0.0, need - kept_bytes(shape, source.layout.fsdp, target.layout.tp))
+
+
 def handover_s(
     shape: ModelShape, cluster: Cluster, source: Side, target: Side, *, is_on_host: bool = False, host_bytes: float = 4
 ) -> float:
     """Seconds for new weights to reach an engine: wire, starts of buckets, and the copy into the engine's storage.
 
-        on one mesh     recv = need - kept
-        apart           recv = need
+        on one mesh       recv = need - kept
+        apart             recv = need
         from other nodes  2·N·(part of the model that no device of the node holds), once into each node
+        wire              the longer of sending and receiving, inside nodes and between them
 
     `is_on_host`: the source's shards are first loaded, `host_bytes` per element.
     """
-    need = need_bytes(shape, target.layout.tp)
-    is_same = source.mesh == target.mesh
-    kept = kept_bytes(shape, source.layout.fsdp, target.layout.tp) if is_same else 0.0
-    received = max(0.0, need - kept)
-    far = far_bytes(shape, cluster, source, target)
+    need, received = need_bytes(shape, target.layout.tp), received_bytes(shape, source, target)
+    far, far_sent = far_bytes(shape, cluster, source, target)
     near = max(0.0, received - far)
-    wire = max(near / cluster.inside.bytes_s, far / cluster.across.bytes_s)
+    if source.mesh != target.mesh:
+        near = max(near, received * _beside(cluster, source, target))
+    wire = max(near / cluster.inside.bytes_s, max(far, far_sent) / cluster.across.bytes_s)
     load = host_bytes * shape.params() / source.layout.fsdp / cluster.host_link.bytes_s if is_on_host else 0.0
     copy = 2 * need / (cluster.device.hbm_bytes_s * cluster.efficiency.hbm)
     return wire + math.ceil(received / BUCKET_BYTES) * cluster.alpha_s + load + copy
 
 
-def far_bytes(shape: ModelShape, cluster: Cluster, source: Side, target: Side) -> float:
-    """What each device of the engine receives from other nodes: the busiest node's share, spread over its devices."""
+def _beside(cluster: Cluster, source: Side, target: Side) -> float:
+    """Devices of the engine for each device of the trainer, on the node where there are most; they send what those receive."""
     per_node = cluster.devices_per_node
-    holding = source.mesh.nodes(per_node)
-    worst = 0.0
+    both = set(source.mesh.nodes(per_node)) & set(target.mesh.nodes(per_node))
+    return max((_on(target.mesh, node, per_node) / _on(source.mesh, node, per_node) for node in both), default=0.0)
+
+
+def far_bytes(shape: ModelShape, cluster: Cluster, source: Side, target: Side) -> tuple[float, float]:
+    """What each device of the engine receives from other nodes (the busiest node's share, spread over its devices), and what each
+    device of the trainer sends to them."""
+    per_node = cluster.devices_per_node
+    received = sent = 0.0
     for node in target.mesh.nodes(per_node):
-        on_node = [d for d in target.mesh.devices if d // per_node == node]
-        here = sum(d // per_node == node for d in source.mesh.devices) if node in holding else 0
-        lacking = 1.0 - min(1.0, here / source.layout.fsdp)
-        copies = min(target.layout.tp, len(on_node)) / target.layout.tp  # part of the model that the node needs
-        worst = max(worst, 2.0 * shape.params() * lacking * copies / len(on_node))
-    return worst
+        on_node = _on(target.mesh, node, per_node)
+        lacking = 1.0 - min(1.0, _on(source.mesh, node, per_node) / source.layout.fsdp)
+        needed = min(target.layout.tp, on_node) / target.layout.tp  # part of the model that the node needs
+        coming = 2.0 * shape.params() * lacking * needed
+        received, sent = max(received, coming / on_node), sent + coming / source.mesh.size
+    return received, sent
+
+
+def _on(mesh: Mesh, node: int, per_node: int) -> int:
+    """Devices of a mesh on a node."""
+    return max(0, min(mesh.first + mesh.size, (node + 1) * per_node) - max(mesh.first, node * per_node))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.graph.nodes import Graph
 from flowrl.mesh import Mesh
+from flowrl.plan.handover import Side, received_bytes
 from flowrl.plan.options import Option
 from flowrl.plan.problem import Candidate, Problem, shape_of, work_of
 from flowrl.plan.steps import Plan, Predicted, Step
@@ -57,6 +58,8 @@ def steps_of(problem: Problem, candidate: Candidate) -> tuple[tuple[Step, ...], 
         source, giving = placed[roles[role].weights_from]
         updates = [c.node for r in roles if r.name == giving.role for c in r.calls if c.work == "train"]
         update = max(updates, key=lambda name: candidate.order.index(names.index(name)))
+        received = received_bytes(roles[role].shape, Side(source, giving.layout), Side(mesh, option.layout))
+        moved = round(received * mesh.size)
         holds = (
             Hold(f"{giving.role} weights to hand over", giving.handover_bytes, from_task=update, from_edge=Edge.END,
                  devices=tuple(source.devices)),
@@ -64,7 +67,7 @@ def steps_of(problem: Problem, candidate: Candidate) -> tuple[tuple[Step, ...], 
         )  # fmt: skip
         steps.append(
             Step(names[at], giving.role, StepKind.RESHARD, mesh, (Lane.COMPUTE, Lane.NVLINK),
-                 Predicted(seconds, holds=holds), waits, source, option.layout, (roles[role].model,))
+                 Predicted(seconds, num_bytes=moved, holds=holds), waits, source, option.layout, (roles[role].model,))
         )  # fmt: skip
     return tuple(steps), (*_residents(problem, candidate), *_waiting(problem, candidate, placed, steps))
 

@@ -23,7 +23,7 @@ from flowrl.plan.problem import INFINITE, Candidate, Found, Problem, place, shap
 from flowrl.plan.roles import Role
 
 
-def search(problem: Problem, *, prune: bool = True, top: int = 5, slack: float = 0.0) -> Found:
+def search(problem: Problem, *, prune: bool = True, top: int = 5, slack: float = 0.1) -> Found:
     """The best plan of a problem. The same for every order of its roles; two calls give equal answers.
 
     Args:

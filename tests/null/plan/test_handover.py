@@ -45,7 +45,8 @@ def test_from_another_node():
         Holding(target.layout, target.mesh.devices, kv_heads=8),
         devices_per_node=8,
     )
-    assert far_bytes(LLAMA_8B, cluster, source, target) == pytest.approx(moves.across_bytes / 8, rel=1e-3)
+    received, sent = far_bytes(LLAMA_8B, cluster, source, target)
+    assert received == sent == pytest.approx(moves.across_bytes / 8, rel=1e-3)
     assert handover_s(LLAMA_8B, cluster, source, target) == pytest.approx(
         moves.time_s(cluster, is_copied=True), rel=0.15
     )
@@ -56,8 +57,8 @@ def test_a_copy_on_each_node_stays_there():
     mesh = Mesh(0, 16)
     cut, copied = Layout(fsdp=16), Layout(dp=2, fsdp=8)
     engine = Side(mesh, Layout(dp=4, tp=4))
-    assert far_bytes(LLAMA_8B, cluster, Side(mesh, copied), engine) == 0
-    assert far_bytes(LLAMA_8B, cluster, Side(mesh, cut), engine) == pytest.approx(LLAMA_8B.params() / 8)
+    assert far_bytes(LLAMA_8B, cluster, Side(mesh, copied), engine) == (0, 0)
+    assert far_bytes(LLAMA_8B, cluster, Side(mesh, cut), engine)[0] == pytest.approx(LLAMA_8B.params() / 8)
 
 
 def test_shards_on_the_host_are_loaded_first():
@@ -66,3 +67,22 @@ def test_shards_on_the_host_are_loaded_first():
     less = handover_s(LLAMA_8B, cluster, source, target)
     more = handover_s(LLAMA_8B, cluster, source, target, is_on_host=True)
     assert more - less == pytest.approx(4 * LLAMA_8B.params() / 8 / cluster.host_link.bytes_s)
+
+
+@pytest.mark.parametrize(
+    "first, size, layout",
+    [(4, 4, "d4"), (4, 4, "d2t2"), (8, 8, "d4t2"), (8, 16, "d4t4"), (8, 24, "d3t8")],
+)
+def test_time_of_few_trainers_and_many_engines(first, size, layout):
+    """Seconds of the exact moves: two, or eight, devices send to more."""
+    cluster = Cluster.named("32xH100-80G")
+    trainers = 2 if first < 8 else 8
+    source, target = Side(Mesh(0, trainers), Layout(fsdp=trainers)), Side(Mesh(first, size), Layout.parse(layout))
+    moves = reshard(
+        LLAMA_8B.modules(),
+        Holding(source.layout, source.mesh.devices),
+        Holding(target.layout, target.mesh.devices, kv_heads=8),
+        devices_per_node=8,
+    )
+    exact = moves.time_s(cluster, is_copied=True)
+    assert handover_s(LLAMA_8B, cluster, source, target) == pytest.approx(exact, rel=0.1)
