@@ -240,3 +240,13 @@ def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[Mesh, ...] | None:
             return None
         found[index] = mesh
     return tuple(found[index] for index in range(len(sizes)))
+
+
+def host_bytes(cluster: Cluster, meshes: Sequence[Mesh], combinations: Sequence[Combination]) -> list[float]:
+    """What is kept on the host of each node; a mesh spreads it evenly over its nodes."""
+    used = [0.0] * cluster.nodes
+    for mesh, one in zip(meshes, combinations, strict=True):
+        nodes = mesh.nodes(cluster.devices_per_node)
+        for node in nodes:
+            used[node] += one.host_bytes / len(nodes)
+    return used

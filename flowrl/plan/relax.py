@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from flowrl.cost.offload import ADAM_8BIT, Offload
 from flowrl.mesh import Cluster
 from flowrl.plan.options import Option, all_options
-from flowrl.plan.problem import Problem
+from flowrl.plan.problem import Problem, host_bytes
 from flowrl.plan.search import search
 
 GIB = 2**30
@@ -59,10 +60,9 @@ def _fits(problem: Problem) -> float | None:
 def _binding(problem: Problem) -> str:
     """Which memory is short: that of the hosts, when lifting it alone helps; else that of a device."""
     cluster = problem.cluster
-    hosts = search(replace(problem, cluster=cluster.with_memory(host_bytes=PLENTY))).best
-    if hosts is not None:
-        needed = sum(one.host_bytes for one in hosts.combinations) / cluster.nodes
-        return f"host memory, {needed / GIB:.0f} GiB per node > {cluster.host.memory_bytes / GIB:.0f}"
+    least = _least_host(problem)
+    if least is not None:
+        return f"host memory, at least {least[0] / GIB:.0f} GiB per node > {cluster.host.memory_bytes / GIB:.0f}"
     worst: tuple[float, str, Option] | None = None
     for role in problem.roles:
         found = _least(problem, cluster, role.name)
@@ -79,6 +79,22 @@ def _binding(problem: Problem) -> str:
             f"{_sizes(option)}"
         )
     return f"device memory, '{name}' {peak / GIB:.1f} > {capacity:.1f} GiB {_sizes(option)}"
+
+
+def _least_host(problem: Problem) -> tuple[float, float] | None:
+    """The least host memory per node with which a plan fits, and its seconds; None when more of it does not help."""
+    found: tuple[float, float] | None = None
+    limit = PLENTY
+    while True:
+        cluster = problem.cluster.with_memory(host_bytes=limit)
+        best = search(replace(problem, cluster=cluster)).best
+        if best is None:
+            return found
+        needed = max(host_bytes(cluster, best.meshes, best.combinations))
+        found = (needed, best.seconds)
+        if needed < 2:
+            return found
+        limit = math.ceil(needed) - 1
 
 
 def _sizes(option: Option) -> str:
@@ -124,11 +140,12 @@ def _more(problem: Problem) -> list[tuple[str, Problem, bool]]:
     """More host memory, and the fewest devices that do."""
     cluster = problem.cluster
     found: list[tuple[str, Problem, bool]] = []
-    host = replace(problem, cluster=cluster.with_memory(host_bytes=PLENTY))
-    best = search(host).best
-    if best is not None:
-        needed = sum(one.host_bytes for one in best.combinations) / cluster.nodes
-        found.append((f"hosts of {needed / GIB:.0f} GiB", host, False))
+    least = _least_host(problem)
+    if least is not None:
+        needed = math.ceil(least[0] / GIB)
+        found.append(
+            (f"hosts of {needed} GiB", replace(problem, cluster=cluster.with_memory(host_bytes=needed * GIB)), False)
+        )
     for factor in (2, 4, 8):
         larger = replace(cluster, nodes=cluster.nodes * factor)
         if _fits(replace(problem, cluster=larger)) is not None:

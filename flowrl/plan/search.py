@@ -19,7 +19,7 @@ from flowrl.mesh import Mesh
 from flowrl.plan.cells import Combination, Limits, combine
 from flowrl.plan.handover import Side, handover_s
 from flowrl.plan.options import Option, all_options, pareto
-from flowrl.plan.problem import INFINITE, Candidate, Found, Problem, place, shape_of, splits, work_of
+from flowrl.plan.problem import INFINITE, Candidate, Found, Problem, host_bytes, place, shape_of, splits, work_of
 from flowrl.plan.roles import Role
 
 
@@ -210,9 +210,5 @@ class _Search:
 
     def _is_over_hosts(self, meshes: Sequence[Mesh], combinations: Sequence[Combination]) -> bool:
         """Whether some host lacks memory for what is kept there."""
-        used = [0.0] * self.cluster.nodes
-        for mesh, one in zip(meshes, combinations, strict=True):
-            nodes = mesh.nodes(self.cluster.devices_per_node)
-            for node in nodes:
-                used[node] += one.host_bytes / len(nodes)
+        used = host_bytes(self.cluster, meshes, combinations)
         return max(used) > self.cluster.host.memory_bytes

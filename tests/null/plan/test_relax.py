@@ -14,6 +14,7 @@ from flowrl.plan.search import search
 from flowrl.plan.workload import Lengths, Workload
 from tests.null.plan.search_cases import CASES, cluster, group_roles
 
+GIB = 2**30
 LLAMA_70B = ModelShape.of("meta-llama/Llama-2-70b-hf")
 WORK = Workload(32, Lengths.fixed(512), Lengths.fixed(512))
 
@@ -46,6 +47,14 @@ def test_each_relaxation_is_a_plan(name):
             more = int(one.what.split()[0]) // problem.cluster.num_devices
             larger = replace(problem, cluster=replace(problem.cluster, nodes=problem.cluster.nodes * more))
             assert search(larger).best.seconds == one.seconds
+
+
+def test_the_least_host_memory_is_the_least():
+    """70B with its reference: 12 bytes of optimizer state for each parameter must go to the host, 771 GiB."""
+    machine = Cluster.named("8xA100-80G").with_memory(host_bytes=300 * GIB)
+    found = explain(Problem(group_roles(LLAMA_70B, LLAMA_70B, 256), machine, WORK))
+    assert "host memory, at least 771 GiB per node > 300" in found.binding
+    assert "hosts of 771 GiB" in [one.what for one in found.relaxations]
 
 
 def test_nothing_helps():
