@@ -13,9 +13,21 @@ from flowrl.mesh import Cluster, Mesh, Placement
 from flowrl.plan.handover import Side, handover_s
 from flowrl.plan.options import all_options
 from flowrl.plan.problem import Problem, place, splits
+from flowrl.plan.roles import Call, Role
 from flowrl.plan.search import search
 from flowrl.plan.workload import Lengths, Workload
-from tests.null.plan.search_cases import CASES, FEW, GROUPS, LARGE, MIDDLE, SMALL, WORK, cluster, group_roles
+from tests.null.plan.search_cases import (
+    CASES,
+    FEW,
+    GROUPS,
+    LARGE,
+    MIDDLE,
+    SMALL,
+    WORK,
+    cluster,
+    critic_roles,
+    group_roles,
+)
 
 
 def everything(problem: Problem) -> float:
@@ -270,3 +282,16 @@ def test_a_family_of_small_problems(models, devices, memory_gib, host_gib, stale
         assert found.best.seconds == pytest.approx(expected, rel=1e-12)
         wide = search(problem, prune=False).best
         assert wide is not None and wide.seconds == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Async(1)])
+@pytest.mark.parametrize("memory_gib", [18, 40])
+def test_bounds_leave_out_nothing_of_five_roles(schedule, memory_gib):
+    """Without bounds, every placement of five roles on four devices."""
+    roles = critic_roles(SMALL, MIDDLE)
+    judge = Role("judge", "judge", MIDDLE, (Call("reward", "judge", "forward", 128, ("rollout",)),))
+    problem = Problem((*roles, judge), cluster("4xA100-80G", memory_gib), WORK, schedule=schedule, choices=FEW)
+    found, every = search(problem), search(problem, slack=float("inf"))
+    assert found.best is not None and found.best == every.best
+    assert every.placements > found.placements and every.simulated > found.simulated
+    assert len(search(problem, slack=float("inf"), top=100).others) > 5
