@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from sys import is_finalizing
 
@@ -39,18 +40,9 @@ RECYCLE_BYTES = 4 << 20
 _living: weakref.WeakSet[Backing] = weakref.WeakSet()
 
 
-class _Pin(weakref.ref[np.ndarray]):
-    """Bytes of a segment that somebody may read; calls back when nobody does any more. A `weakref.finalize` takes longer to
-    make than all else that a small claim does with its memory."""
-
-    __slots__ = ("forks", "uid")
-
-    uid: int
-    forks: int
-
-
-_pins: dict[int, _Pin] = {}
-"""By id; as long as they are here they call back, whoever else is gone."""
+_pins: dict[int, weakref.ref[np.ndarray]] = {}
+"""References that call back when nobody can read a segment's bytes any more, by the id of those: as long as they are here
+they do, whoever else is gone. A `weakref.finalize` takes longer to make than all else that a small claim does with its memory."""
 
 
 class Backing:
@@ -294,9 +286,8 @@ class Backing:
                 with self._idle:
                     self.presence.pin(segment.uid)
                 self._take_back_pins()
-                pin = _Pin(root, self._collected)
-                pin.uid, pin.forks = segment.uid, self.forks
-                _pins[id(pin)] = pin
+                key = id(root)
+                _pins[key] = weakref.ref(root, partial(self._collected, segment.uid, self.forks, key))
             self._roots[segment.uid] = root
             return root
 
@@ -307,14 +298,14 @@ class Backing:
             found = self._threads.carrier = ArrayCarrier(2)
         return found
 
-    def _collected(self, pin: _Pin) -> None:
+    def _collected(self, uid: int, fork: int, key: int, _: object) -> None:
         # runs wherever the collector runs, so it waits for nothing
         if is_finalizing():
             return
-        _pins.pop(id(pin), None)
-        if pin.forks != self.forks:
+        _pins.pop(key, None)
+        if fork != self.forks:
             return  # made before a fork, in the parent: the pin is the parent's
-        self._unpinned.append(pin.uid)
+        self._unpinned.append(uid)
         while self._unpinned and self._idle.acquire(blocking=False):
             try:
                 self._drain()
