@@ -81,6 +81,8 @@ class Backing:
         self._counter = 0
         self._dropped: deque[tuple[str, str, tuple[Record, ...]]] = deque()
         """Claims that nobody holds any more: node, token, what is to be said before they are given back."""
+        self.looked: dict[tuple[object, ...], tuple[int, float]] = {}
+        """Claims that were asked for in vain: the log's sequence then, and when."""
         self._depth = 0
         self._is_torn = False
         """Whether an exception left the catalog in the middle of a record."""
@@ -154,6 +156,11 @@ class Backing:
                 yield self.catalog
             finally:
                 self._depth -= 1
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether claims wait to be given back with the next transaction."""
+        return bool(self._dropped)
 
     def drop(self, node: str, token: str, *records: Record) -> None:
         """Give a claim back with the next transaction of this process. May be called by the collector, anywhere."""

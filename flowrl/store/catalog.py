@@ -238,7 +238,9 @@ class Catalog:
         self.version += 1
 
     def _apply_claim(self, record: Record) -> None:
-        node = self.nodes.setdefault(record["node"], NodeState())
+        node = self.nodes.get(record["node"])
+        if node is None:
+            node = self.nodes[record["node"]] = NodeState()
         rows = [(a, b) for a, b in record["rows"]]
         node.taken.update(rows)
         node.open[record["token"]] = (record["slot"], rows)

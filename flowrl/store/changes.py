@@ -68,7 +68,10 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
     prepared = [rows.piece(skipped + piece.start, skipped + piece.stop) for piece in pieces]
     nbytes = sum([p.nbytes for p in prepared])
     until = time.monotonic() + bounds.timeout_s
-    make_room(backing, bounds, stored, nbytes, until)
+    if bounds.max_bytes is not None or bounds.on_full != "wait":
+        make_room(backing, bounds, stored, nbytes, until)
+    else:  # a bound in rows is no reason to wait before writing: mostly there is room, and the commit looks anyway
+        _check_fits(bounds, stored, nbytes)
     segments: list[Segment] = []
     try:
         for one in prepared:
@@ -194,11 +197,6 @@ def make_room(backing: Backing, bounds: Bounds, rows: int, nbytes: int, until: f
     _check_fits(bounds, rows, nbytes)
     if bounds.on_full == "evict" and bounds.max_bytes is None:
         return
-    if bounds.max_bytes is None and bounds.on_full == "wait":
-        with backing.mutex:  # a look without the lock; the commit looks again, with it
-            backing.replay()
-            if _leaving(backing, bounds, rows, nbytes) is not None:
-                return
     while True:
         with backing.transaction(bounds.timeout_s) as catalog:
             if bounds.on_full == "raise":

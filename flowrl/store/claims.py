@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 COMMIT_EVERY_S = 0.002
 """A stream tells at most this often that batches are done, unless it claims anyway."""
 
+MOST_LOOKED = 256
 LONGEST_NAP_S = 0.25
 """Between looks at whether a consumer has died, which no record tells."""
 
@@ -217,6 +218,9 @@ def claim(
     if at_least > rows:
         raise ConfigError(f"claim was asked for at least {at_least} and at most {rows} rows; lower at_least")
     until = time.monotonic() + wait_s
+    asked = (node, rows, columns if isinstance(columns, str | None) else tuple(columns), whole_groups, at_least)
+    if wait_s <= 0 and also is None and _saw_nothing(backing, asked):
+        return None
     while True:
         found = _try(backing, node, rows, columns, whole_groups, at_least, unit, also)
         also = None
@@ -227,11 +231,25 @@ def claim(
             continue
         left = until - time.monotonic()
         if is_over or wait_s <= 0:
+            if len(backing.looked) > MOST_LOOKED:
+                backing.looked.clear()
+            backing.looked[asked] = (seen, time.monotonic())
             return None
         if left <= 0:
             with backing.mutex:
                 raise WaitTimeout(_waited_text(backing, node, rows, columns, at_least, wait_s))
         backing.log.wait(seen, min(left, LONGEST_NAP_S))
+
+
+def _saw_nothing(backing: Backing, asked: tuple[Any, ...]) -> bool:
+    """Whether the same was asked for in vain, nothing was committed since, and it is not time to look for the dead again.
+
+    Who asks in a loop would otherwise hold the lock most of the time, and keep away those it waits for.
+    """
+    sequence, when = backing.looked.get(asked, (-1, 0.0))
+    if backing.closed or backing.has_dropped:
+        return False
+    return sequence == backing.log.sequence and time.monotonic() - when < LONGEST_NAP_S
 
 
 def _try(

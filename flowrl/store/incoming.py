@@ -47,28 +47,47 @@ class Incoming:
         return prepare(rows_.stored, rows_.types, len(rows_))
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a table's columns are, at one version of them."""
+
+    version: int
+    schema: TableSchema | None
+    """Columns that rows bring; None before the first rows."""
+    later: frozenset[str]
+    """Columns that rows need not bring. One that some rows bring and others get later is refused."""
+    plain: Mapping[str, ColumnType] | None
+    """Types of the columns that rows bring, when no inner length waits for the first value."""
+
+    @classmethod
+    def of(cls, columns: TableSchema, later: frozenset[str], version: int) -> Known:
+        wanted = TableSchema(tuple(c for c in columns if c.name not in later))
+        if not len(wanted):
+            return cls(version, None, later, None)
+        types = {c.name: c.type for c in wanted}
+        known = all(isinstance(n, int) for kind in types.values() for n in inner_lengths(kind))
+        return cls(version, wanted, later, types if known else None)
+
+
 def incoming(
     rows: Any,
     types: Mapping[str, ColumnType] | None,
-    schema: TableSchema | None,
-    later: frozenset[str],
+    known: Known,
     keep_together: str | None,
-    version: int = -1,
     checked: Mapping[str, ColumnType] | None = None,
 ) -> Incoming:
     """Errors: SchemaError for missing, unknown or wrongly typed columns; DataError for missing values.
 
     Args:
         types: of columns that neither the table nor the standard columns know.
-        schema: of the table; None before the first rows.
-        version: of the table's columns, which `schema` is.
         checked: the types of the last append, which need not be looked at again.
-        later: columns that rows need not bring; a column that some rows bring and others get later is refused.
     """
     if types is not checked:
         _check_types(types)
-    wanted = schema if schema is None else TableSchema(tuple(c for c in schema if c.name not in later))
+    wanted, later, version = known.schema, known.later, known.version
     if keep_together is None and _are_plain(rows) and rows and rows[0]:
+        if known.plain is not None and types is checked and rows[0].keys() == known.plain.keys():
+            return Incoming(len(rows), known.plain, None, rows, fits=version)
         found = _plain_types(rows[0], types, wanted)
         if found is not None:
             return Incoming(len(rows), found, None, rows, fits=-1 if wanted is None else version)
@@ -79,8 +98,7 @@ def incoming(
         groups = tuple(len(group) for group in indices)
         if indices and not np.array_equal(order := np.concatenate(indices), np.arange(len(batch))):
             batch = batch.take(order)  # rows of a group become neighbours
-    is_known = wanted is not None and all(isinstance(n, int) for c in wanted for n in inner_lengths(c.type))
-    return Incoming(len(batch), batch.types, batch, (), groups, version if is_known else -1)
+    return Incoming(len(batch), batch.types, batch, (), groups, -1 if known.plain is None else version)
 
 
 def _check_types(types: Any) -> None:
@@ -94,7 +112,7 @@ def _check_types(types: Any) -> None:
 
 
 def _are_plain(rows: Any) -> bool:
-    return isinstance(rows, list) and all(type(row) is dict for row in rows)
+    return isinstance(rows, list) and set(map(type, rows)) <= {dict}
 
 
 def _plain_types(

@@ -31,7 +31,7 @@ from flowrl.schema.types import TOKEN, ColumnType
 from flowrl.store import changes, claims, opening, stats
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import HOT, PACKED, Catalog, Record, Segment
-from flowrl.store.incoming import check_groups, incoming
+from flowrl.store.incoming import Known, check_groups, incoming
 from flowrl.store.intervals import RowSet
 from flowrl.store.laying import carrier_for, check_carried, check_layout
 from flowrl.store.loader import Loader
@@ -152,8 +152,8 @@ class ExperienceTable:
         self._mover = Mover(self._backing, tiers)
         self._checked: Mapping[str, ColumnType] | None = None
         """Types that came with the last append: looked at once."""
-        self._schema: tuple[int, TableSchema | None, frozenset[str]] | None = None
-        """Version of the columns; those that rows bring, None while unknown; those that are filled later."""
+        self._known: Known | None = None
+        """The columns, when rows came last."""
         if self._path is not None and not readonly:
             self._backing.removes_files = True
         self._end = weakref.finalize(self, _leave, self._backing, self._mover, opened, readonly, os.getpid())
@@ -263,15 +263,14 @@ class ExperienceTable:
         self._mover.raise_error()
         catalog = self._now()
         with self._backing.mutex:
-            if self._schema is None or self._schema[0] != catalog.columns_version:
+            known = self._known
+            if known is None or known.version != catalog.columns_version:
                 later = frozenset(n for n, c in catalog.columns.items() if not c.required)
-                known = self.schema if len(catalog.columns) > len(later) else None
-                self._schema = (catalog.columns_version, known, later)
-            version, schema, later = self._schema
-        found = incoming(rows, types, schema, later, self.keep_together, version, self._checked)
+                known = self._known = Known.of(self.schema, later, catalog.columns_version)
+        found = incoming(rows, types, known, self.keep_together, self._checked)
         self._checked = types
         check_groups(found.groups, self.keep_together, self.max_rows)
-        if not found.num_rows and schema is not None:
+        if not found.num_rows and known.schema is not None:
             return range(catalog.appended, catalog.appended)
         numbers, closed = changes.append(self._backing, found, self._bounds)
         if closed:

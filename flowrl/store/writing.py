@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,13 +50,19 @@ def write(backing: Backing, prepared: layouts.Prepared, first: int) -> Segment:
 
 def _text(columns: Sequence[layouts.ColumnLayout]) -> str:
     """The layouts as text: a line that is the same for every segment of these columns, and a line of buffers."""
-    same = _same_line(tuple([(c.name, c.type, c.encoding, c.inner, c.once) for c in columns]))
-    return f"{same}\n{_encode([[b.to_json() for b in column.buffers] for column in columns])}"
+    # types are told apart by identity, which is fastest; the line keeps its own, so that no other comes to have their ids
+    key = tuple([(c.name, id(c.type), c.encoding, c.inner, c.once) for c in columns])
+    same = _lines.get(key)
+    if same is None:
+        if len(_lines) >= _MOST_LINES:
+            _lines.clear()
+        line = _encode([[c.name, str(c.type), c.encoding, c.inner, int(c.once)] for c in columns])
+        same = _lines[key] = (line, [c.type for c in columns])
+    return f"{same[0]}\n{_encode([[b.to_json() for b in column.buffers] for column in columns])}"
 
 
-@lru_cache(maxsize=1024)
-def _same_line(columns: tuple[tuple[str, ColumnType, str, tuple[int, ...], bool], ...]) -> str:
-    return _encode([[name, str(kind), encoding, inner, int(once)] for name, kind, encoding, inner, once in columns])
+_MOST_LINES = 1024
+_lines: dict[tuple[Any, ...], tuple[str, list[ColumnType]]] = {}
 
 
 def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:

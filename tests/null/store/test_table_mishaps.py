@@ -301,3 +301,20 @@ def test_filled_rows_are_read_though_their_neighbours_are_not_filled() -> None:
     ]
     with pytest.raises(DataError, match="'reward' is not there yet for 1 of 2 rows"):
         rows.take([0, 1])
+
+
+def test_who_asks_in_a_loop_is_told_of_everything_that_changed() -> None:
+    rows = private()
+    rows.append(numbers(0, 2))
+    held = rows.claim("update", 2)
+    assert held is not None
+    assert rows.claim("update", 2) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "_try", lambda *_: pytest.fail("looked, though nothing was committed"))
+        assert rows.claim("update", 2) is None
+    del held
+    assert (again := rows.claim("update", 2)) is not None, "a claim that was dropped"
+    assert rows.claim("update", 2) is None
+    rows.append(numbers(2, 3))
+    assert rows.claim("update", 2) is not None
+    again.done()
