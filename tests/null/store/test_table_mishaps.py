@@ -313,7 +313,8 @@ def test_who_asks_in_a_loop_is_told_of_everything_that_changed() -> None:
         patch.setattr(claims, "_try", lambda *_: pytest.fail("looked, though nothing was committed"))
         assert rows.claim("update", 2) is None
     del held
-    assert (again := rows.claim("update", 2)) is not None, "a claim that was dropped"
+    again = rows.claim("update", 2)
+    assert again is not None, "a claim that was dropped"
     assert rows.claim("update", 2) is None
     rows.append(numbers(2, 3))
     assert rows.claim("update", 2) is not None
