@@ -85,6 +85,7 @@ class Arenas:
         self._given: dict[tuple[str, int], int] = {}
         """Arena and first byte of a block that is in use to its bytes."""
         self._used_bytes = self._reserved_bytes = 0
+        self._is_torn = False
 
     def fits(self, nbytes: int) -> bool:
         """Whether a block of so many bytes can be had without new memory."""
@@ -98,6 +99,7 @@ class Arenas:
         """
         wanted = max(nbytes + ALIGNMENT - 1 & -ALIGNMENT, ALIGNMENT)
         with self._lock:
+            self._begin()
             at = bisect_left(self._sizes, (wanted,))
             if at == len(self._sizes):
                 self._add_arena(wanted)
@@ -109,6 +111,7 @@ class Arenas:
                 self._put(arena, offset + wanted, size - wanted)
             self._given[arena, offset] = wanted
             self._used_bytes += wanted
+            self._is_torn = False
         return Block(arena, offset, wanted)
 
     def free(self, block: Block) -> None:
@@ -118,6 +121,7 @@ class Arenas:
         """
         arena, offset = block.arena, block.offset
         with self._lock:
+            self._begin()
             size = self._given.pop((arena, offset), 0)
             if size == 0:
                 if arena in self._inherited or self._closed:
@@ -134,6 +138,7 @@ class Arenas:
                 self._take(arena, offset + size, after)
                 size += after
             self._put(arena, offset, size)
+            self._is_torn = False
 
     def write(self, block: Block) -> np.ndarray:
         """The bytes of a block in use, uint8, to write."""
@@ -152,6 +157,7 @@ class Arenas:
     def trim(self) -> int:
         """Give memory without a block in use back to the system, and say how many bytes."""
         with self._lock:
+            self._begin()
             trimmed = 0
             for arena, mapped in list(self._maps.items()):
                 size = len(mapped)
@@ -162,6 +168,7 @@ class Arenas:
                     self._unlink(arena)
                     trimmed += size
             self._reserved_bytes -= trimmed
+            self._is_torn = False
             self._next = max(self._first, min(self._next, self._reserved_bytes))
             return trimmed
 
@@ -173,6 +180,23 @@ class Arenas:
                     self._unlink(arena)
             self._closed = True
             self._clear()
+
+    def _begin(self) -> None:
+        """Before the free stretches are changed. An exception in the middle of the last change (Ctrl-C) left them half done:
+        then they are made anew from the blocks that are in use."""
+        if self._is_torn:
+            self._sizes, self._starts, self._ends = [], {}, {}
+            for arena, mapped in self._maps.items():
+                at = 0
+                for offset, size in sorted((o, n) for (name, o), n in self._given.items() if name == arena):
+                    if offset > at:
+                        self._put(arena, at, offset - at)
+                    at = offset + size
+                if at < len(mapped):
+                    self._put(arena, at, len(mapped) - at)
+            self._used_bytes = sum(self._given.values())
+            self._reserved_bytes = sum(map(len, self._maps.values()))
+        self._is_torn = True
 
     def _put(self, arena: str, offset: int, size: int) -> None:
         self._starts[arena, offset] = size

@@ -302,3 +302,24 @@ def test_missing_shared_memory_is_named(memory: Path, monkeypatch: pytest.Monkey
     assert reclaim_orphans() == []
     with pytest.raises(StoreError, match=r"cannot be made.*memory='private'"):
         new_folder()
+
+
+def test_a_change_that_was_interrupted_is_made_good_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = Arenas(None, 1, first_bytes=1 << 12, most_bytes=1 << 12)
+    blocks = [arenas.allocate(512) for _ in range(8)]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name, change in (("_put", lambda: arenas.free(blocks[2])), ("_take", lambda: arenas.free(blocks[1]))):
+        with monkeypatch.context() as patch:
+            patch.setattr(arenas, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                change()
+    again = arenas.allocate(1024)
+    assert (again.offset, again.nbytes) == (blocks[1].offset, 1024), "both are free, and side by side"
+    assert arenas.used_bytes == 4096
+    for block in (again, *blocks[:1], *blocks[3:]):
+        arenas.free(block)
+    assert arenas.used_bytes == 0
+    assert arenas.allocate(4096).offset == 0
