@@ -5,7 +5,6 @@ import gc
 import os
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,24 +14,7 @@ from flowrl.errors import StoreError
 from flowrl.store import folders
 from flowrl.store.arena import Arenas, Block, Mapped, new_folder, reclaim_orphans, remove_unused, shm_folder
 from flowrl.store.presence import Presence
-
-
-def in_child(act: Any) -> bytes:
-    """What a function returns in the child of a fork."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = act()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}".encode()
-        os.write(theirs, answer)
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as file:
-        answer = file.read()
-    os.waitpid(child, 0)
-    return answer
+from tests.null.store.forks import in_child
 
 
 @given(st.booleans(), st.lists(st.tuples(st.booleans(), st.integers(0, 9000)), max_size=80))

@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import futex, log as log_module
 from flowrl.store.log import CommitLog, LocalLog
+from tests.null.store.forks import in_child
 
 
 def commit(log: CommitLog | LocalLog, *records: dict[str, Any]) -> int:
@@ -379,24 +380,6 @@ def test_what_was_read_can_be_read_again(tmp_path: Path, local: bool) -> None:
     for _ in range(2):
         assert log.read() == [{"kind": "snapshot", "state": {"sum": 10}}, *numbers(5)]
         log.rewind()
-
-
-def in_child(act: Any) -> bytes:
-    """What a function returns in the child of a fork."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = act()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}".encode()
-        os.write(theirs, answer)
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as file:
-        answer = file.read()
-    os.waitpid(child, 0)
-    return answer
 
 
 def test_a_child_is_not_in_its_parents_transaction(tmp_path: Path) -> None:

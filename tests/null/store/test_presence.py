@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -13,24 +12,7 @@ from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import folders
 from flowrl.store.log import CommitLog
 from flowrl.store.presence import LocalPresence, Presence
-
-
-def in_child(act: Any) -> bytes:
-    """What a function returns in the child of a fork, which then ends without closing anything."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = act()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}".encode()
-        os.write(theirs, answer)
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as file:
-        answer = file.read()
-    os.waitpid(child, 0)
-    return answer
+from tests.null.store.forks import in_child
 
 
 def test_numbers_are_never_used_again(tmp_path: Path) -> None:
