@@ -102,12 +102,6 @@ class Reshard:
         """What all devices receive from other nodes."""
         return sum(one.received_across_bytes for one in self.traffic.values())
 
-    def received_by(self, device: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.target == device)
-
-    def sent_by(self, device: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.source == device)
-
     def time_s(
         self,
         cluster: Cluster,

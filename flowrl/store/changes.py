@@ -31,7 +31,7 @@ from flowrl.store.incoming import Incoming
 from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.reading import View, check_columns, parsed_layouts
 from flowrl.store.rows import RowBatch
-from flowrl.store.writing import blocks_of, moved, write
+from flowrl.store.writing import moved, write
 
 LONGEST_NAP_S = 0.01
 """Between looks at whether a reader has let go of memory, which no record tells."""
@@ -420,7 +420,7 @@ def _write_runs(backing: Backing, batch: RowBatch, runs: Pairs) -> list[Segment]
             prepared = layouts.prepare(piece.stored, piece.types, len(piece))
             segments.append(write(backing, prepared, start))
     except BaseException:
-        backing.discard(blocks_of(segments))
+        backing.discard_uncommitted(segments)
         raise
     return segments
 

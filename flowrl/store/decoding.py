@@ -222,14 +222,11 @@ class Places:
     inner: tuple[int, ...]
 
 
-def places(
-    layout: ColumnLayout, root: np.ndarray, num_rows: int, *, offsets_cache: dict[int, np.ndarray] | None = None
-) -> Places | None:
+def places(layout: ColumnLayout, root: np.ndarray, num_rows: int) -> Places | None:
     """Addresses of the rows; None for text and for compressed columns, which must be decoded."""
     if layout.encoding in ("text", "texts") or any(buffer.raw is not None for buffer in layout.buffers):
         return None
-    cache = {} if offsets_cache is None else offsets_cache
-    stored = Stored(layout, root, num_rows, cache)
+    stored = Stored(layout, root, num_rows, {})
     base = root.__array_interface__["data"][0] + layout.buffers[0].offset
     size = NUMPY_DTYPES[layout.type.dtype].itemsize * math.prod(layout.inner)
     index = stored.index()
@@ -237,10 +234,7 @@ def places(
         row = np.arange(num_rows) if index is None else index.astype(np.int64)
         return Places(base + size * row, None, False, layout.inner)
     offsets = stored.offsets()
-    key = ~layout.buffers[-2 if layout.once else -1].offset  # TOKEN columns share lengths as they share offsets
-    lengths = cache.get(key)
-    if lengths is None:
-        lengths = cache[key] = _lengths(offsets)
+    lengths = _lengths(offsets)
     is_bits = layout.encoding == "bits"
     address = base + (_bit_starts(lengths, layout.inner)[:-1] if is_bits else size * offsets[:-1])
     if index is not None:

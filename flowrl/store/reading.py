@@ -318,15 +318,6 @@ def _values(
     return values, kinds
 
 
-def lengths_of(batch: RowBatch) -> np.ndarray | None:
-    """Tokens of each row, or None for rows without a TOKEN column."""
-    for name, kind in batch.types.items():
-        if kind.granularity is TOKEN:
-            values: Ragged = batch[name]
-            return values.lengths
-    return None
-
-
 def _not_ready(catalog: Catalog, name: str, pairs: Pairs) -> str:
     missing = [pair for start, stop in pairs for pair in catalog.missing(name, start, stop)]
     first = f" (the first is row number {missing[0][0]})" if missing else ""
@@ -347,4 +338,4 @@ def check_columns(catalog: Catalog, names: Sequence[str] | str | None) -> list[s
     return names
 
 
-__all__ = ["View", "check_columns", "lengths_of"]
+__all__ = ["View", "check_columns"]

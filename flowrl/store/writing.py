@@ -8,7 +8,7 @@ Nothing of it can be seen before the record is committed; what a process had wri
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,10 +81,6 @@ def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
 def moved(segment: Segment, first: int) -> Segment:
     """The segment at its place among the rows, which is known when it is committed."""
     return replace(segment, first=first)
-
-
-def blocks_of(segments: Iterable[Segment]) -> list[Block]:
-    return [Block(*segment.place) for segment in segments]
 
 
 def codecs_for(columns: Sequence[layouts.ColumnLayout], values: Mapping[str, Any], compression: str) -> dict[str, str]:
