@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from flowrl.errors import WaitTimeout
 from flowrl.store.backing import Backing
@@ -54,8 +56,8 @@ class Mover:
 
     def __init__(self, backing: Backing, tiers: Tiers) -> None:
         self._backing, self._tiers = backing, tiers
-        self._codecs: dict[tuple[str, str], str] = {}
-        """By column and tier; chosen on the first segment that moves."""
+        self._codecs: dict[tuple[str, str], dict[str, str]] = {}
+        """By tier and compression, then by column; chosen on the first segment that moves."""
         self._alone: dict[str, float] = {}
         """By column: bytes in a file for each one in memory, measured on the first segment that is written."""
         self._working = threading.Lock()
@@ -77,9 +79,8 @@ class Mover:
             if catalog.segments.get(segment.uid) != segment or segment.tier != HOT:
                 return False
             root = self._backing.root(segment)
-        codecs = self._choose(
-            segment, root, "lz4" if self._tiers.compression == "auto" else self._tiers.compression or "lz4"
-        )
+        compression = "lz4" if self._tiers.compression == "auto" else self._tiers.compression or "lz4"
+        codecs = self._choose(segment, PACKED, compression, partial(self._read, segment, root))
         found = compress(self._backing, segment, root, codecs)
         del root
         if found is None:
@@ -102,13 +103,12 @@ class Mover:
         with self._backing.transaction() as catalog:
             if catalog.segments.get(segment.uid) != segment or segment.tier == DISK:
                 return False
-            part = Part(segment.first, segment.stop, (Source(segment, self._backing.root(segment), segment.names),))
-        types = {one.name: one.type for one in parsed_layouts(segment)}
-        batch = View([part], types, self._backing).batch()
+            root = self._backing.root(segment)
+        batch = self._read(segment, root)
         compression = {"auto": "zstd", None: "none"}.get(self._tiers.compression, self._tiers.compression)
-        codecs = dict.fromkeys(batch.names, "none")
+        codecs: Mapping[str, str] = dict.fromkeys(batch.names, "none")
         if compression != "none":
-            codecs = self._choose_for_file(segment, batch.stored, str(compression))
+            codecs = self._choose(segment, DISK, str(compression), lambda _: batch)
         uid = self._backing.new_uid()
         path = folder / SEGMENTS / f"{segment.first:012d}-{uid:x}.arrow"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,11 @@ class Mover:
             (folder / name).unlink(missing_ok=True)
         return False
 
+    def _read(self, segment: Segment, root: np.ndarray, names: Sequence[str] | None = None) -> RowBatch:
+        types = {one.name: one.type for one in parsed_layouts(segment)}
+        part = Part(segment.first, segment.stop, (Source(segment, root, segment.names),))
+        return View([part], types, self._backing).batch(names)
+
     def _shares(self, batch: RowBatch, codecs: Mapping[str, str]) -> dict[str, float]:
         """About what each column takes of a file: as measured alone once, for the bytes it has here."""
         unknown = {name: values for name, values in batch.stored.items() if name not in self._alone}
@@ -139,22 +144,15 @@ class Mover:
             self._alone[name] = size / max(raw[name], 1.0)
         return {name: raw[name] * self._alone[name] for name in batch.names}
 
-    def _choose(self, segment: Segment, root: object, compression: str) -> Mapping[str, str]:
-        unknown = [name for name in segment.names if (name, compression) not in self._codecs]
+    def _choose(
+        self, segment: Segment, place: str, compression: str, read: Callable[[Sequence[str]], RowBatch]
+    ) -> Mapping[str, str]:
+        """A codec for each column; `read` gives the values of those for which none is chosen yet."""
+        known = self._codecs.setdefault((place, compression), {})
+        unknown = [one for one in parsed_layouts(segment) if one.name not in known]
         if unknown:
-            types = {one.name: one.type for one in parsed_layouts(segment)}
-            source = Source(segment, root, segment.names)  # type: ignore[arg-type]
-            batch = View([Part(segment.first, segment.stop, (source,))], types, self._backing).batch(unknown)
-            layouts = [one for one in parsed_layouts(segment) if one.name in unknown]
-            for name, codec in codecs_for(layouts, batch.stored, compression).items():
-                self._codecs[name, compression] = codec
-        return {name: self._codecs[name, compression] for name in segment.names}
-
-    def _choose_for_file(self, segment: Segment, values: Mapping[str, object], compression: str) -> dict[str, str]:
-        unknown = [one for one in parsed_layouts(segment) if (one.name, f"file {compression}") not in self._codecs]
-        for name, codec in codecs_for(unknown, values, compression).items():
-            self._codecs[name, f"file {compression}"] = codec
-        return {name: self._codecs[name, f"file {compression}"] for name in segment.names}
+            known.update(codecs_for(unknown, read([one.name for one in unknown]).stored, compression))
+        return {name: known[name] for name in segment.names}
 
     # ------------------------------------------------------------------------------------------------- what is to move
 
