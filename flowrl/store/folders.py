@@ -31,6 +31,7 @@ LONGEST_WAIT_S = 30.0
 """For a lock that is held for microseconds, or while the memory of a large table is removed."""
 ONLY_READS = 3
 """Index of the 8-byte word of a `process-<slot>` file that is 1 when the table may end without that process."""
+REMEDY = "Make /dev/shm writable and larger (docker run --shm-size=...), or use memory='private'"
 _GONE = ".gone-"
 
 _setting_up: dict[Path, int] = {}
@@ -69,9 +70,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-REMEDY = "Make /dev/shm writable and larger (docker run --shm-size=...), or use memory='private'"
 
 
 def settled(folder: Path) -> None:
@@ -170,7 +168,11 @@ def locked(file: Path) -> Iterator[int]:
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _lock(descriptor, file)
+        if not lock_until(descriptor, time.monotonic() + LONGEST_WAIT_S):
+            raise WaitTimeout(
+                f"waited {LONGEST_WAIT_S:g} s for the lock of {file}; the process that holds it was stopped or hangs: "
+                "let it go on, or end it (fuser names it)"
+            )
         if os.stat(file).st_ino != os.fstat(descriptor).st_ino:
             raise FileNotFoundError(f"{file} was replaced")
         yield descriptor
@@ -179,20 +181,19 @@ def locked(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, file: Path) -> None:
-    deadline = time.monotonic() + LONGEST_WAIT_S
+def lock_until(descriptor: int, deadline: float) -> bool:
+    """Take the exclusive lock of an open file. False when somebody else held it until `deadline` (`time.monotonic`)."""
     nap = 50e-6
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise WaitTimeout(
-                    f"waited {LONGEST_WAIT_S:g} s for the lock of {file}; the process that holds it was stopped or hangs: "
-                    "let it go on, or end it (fuser names it)"
-                ) from None
-        time.sleep(nap)
-        nap = min(2 * nap, 1e-3)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(nap, left))
+            nap = min(2 * nap, 1e-3)
 
 
 def _user_folder() -> Path:

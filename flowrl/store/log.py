@@ -38,7 +38,7 @@ import numpy as np
 
 from flowrl.errors import FlowError, StoreError, WaitTimeout
 from flowrl.store import futex
-from flowrl.store.folders import locked, sync_folder
+from flowrl.store.folders import lock_until, locked, sync_folder
 from flowrl.store.transaction import Transaction
 
 Record = dict[str, Any]
@@ -307,25 +307,18 @@ class CommitLog:
 
     def _flock(self, deadline: float, timeout_s: float) -> None:
         descriptor = self._files.lock
-        nap = 50e-6
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    holder = self._words[_HOLDER]
-                    raise WaitTimeout(
-                        f"waited {timeout_s:g} s for the lock of the table in {self._folder}"
-                        + (f"; process {holder} holds it" if holder else "")
-                    ) from None
-                time.sleep(min(nap, left))
-                nap = min(2 * nap, 1e-3)
-            except OSError as error:
-                raise StoreError(
-                    f"{self._folder}/lock cannot be locked: {error}; a table needs a local file system"
-                ) from error
+        try:
+            is_ours = lock_until(descriptor, deadline)
+        except OSError as error:
+            raise StoreError(
+                f"{self._folder}/lock cannot be locked: {error}; a table needs a local file system"
+            ) from error
+        if not is_ours:
+            holder = self._words[_HOLDER]
+            raise WaitTimeout(
+                f"waited {timeout_s:g} s for the lock of the table in {self._folder}"
+                + (f"; process {holder} holds it" if holder else "")
+            )
         if os.fstat(descriptor).st_nlink == 0:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             raise StoreError(f"the table in {self._folder} was removed by the last process that had it open")
