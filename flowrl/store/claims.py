@@ -27,6 +27,7 @@ from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.laying import Layer
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
+from flowrl.store.settings import check_claim_wait, check_count
 from flowrl.store.staging import Carrier
 
 if TYPE_CHECKING:
@@ -210,11 +211,9 @@ def claim(
     """
     if not isinstance(node, str) or not node:
         raise ConfigError(f"a node is named by a text, such as 'update'; found {node!r}")
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s < float("inf"):
-        raise ConfigError(f"claim needs wait_s in seconds, and an end to every wait; found {wait_s!r}")
-    for name, value in (("rows", rows), ("at_least", at_least)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"claim needs {name} of at least 1; found {value!r}")
+    check_claim_wait(wait_s)
+    check_count("claim", "rows", rows)
+    check_count("claim", "at_least", at_least)
     if at_least > rows:
         raise ConfigError(f"claim was asked for at least {at_least} and at most {rows} rows; lower at_least")
     until = time.monotonic() + wait_s

@@ -22,6 +22,7 @@ from flowrl.schema.columns import nearest
 from flowrl.store.batching import Bounds, Units
 from flowrl.store.laying import LAYOUTS, Layer, carrier_for, check_carried, check_layout, packed, padded
 from flowrl.store.rows import RowBatch
+from flowrl.store.settings import check_count
 from flowrl.store.source import BatchRows, RowSource, as_source
 from flowrl.store.staging import TIMEOUT_S, Ahead, Carrier
 
@@ -85,8 +86,8 @@ class Loader:
         iterating, errors of the thread are raised where the batch would have come; WaitTimeout after `timeout_s`.
         """
         for name, value in (("batch_rows", batch_rows), ("max_tokens", max_tokens), ("pad_multiple", pad_multiple)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"loader needs {name} of at least 1; found {value!r}")
+            if value is not None:
+                check_count("loader", name, value)
         for name, value in (("prefetch", prefetch), ("num_workers", num_workers)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"loader needs {name} of 0 or more; found {value!r}")

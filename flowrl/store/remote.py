@@ -33,6 +33,7 @@ from flowrl.store.columns import to_stored
 from flowrl.store.interop import to_arrow
 from flowrl.store.laying import Layer, carrier_for, check_carried, check_layout, packed, padded
 from flowrl.store.rows import RowBatch
+from flowrl.store.settings import check_claim_wait, check_count
 from flowrl.store.source import BatchRows
 
 if TYPE_CHECKING:
@@ -233,8 +234,7 @@ class RemoteTable:
         wait_s: float = 0.0,
     ) -> RemoteClaim | None:  # fmt: skip
         """Rows that no other consumer of `node` gets; see `ExperienceTable.claim`, whose options these are."""
-        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s < float("inf"):
-            raise ConfigError(f"claim needs wait_s in seconds, and an end to every wait; found {wait_s!r}")
+        check_claim_wait(wait_s)
         options = {"at_least": at_least, "whole_groups": whole_groups}
         token = secrets.token_hex(8)
         self._hold()
@@ -273,9 +273,8 @@ class RemoteTable:
             ahead: accepted as there; each batch is a claim of its own, so no rows wait here.
         """
         check_layout(layout)
-        for name, value in (("ahead", ahead), ("pad_multiple", pad_multiple)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"stream needs {name} of at least 1; found {value!r}")
+        check_count("stream", "ahead", ahead)
+        check_count("stream", "pad_multiple", pad_multiple)
         carrier = carrier_for(device, pin, 0)  # refuses a device that is not there
         wait_s = self.timeout_s if timeout_s is None else timeout_s
 

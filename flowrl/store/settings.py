@@ -1,4 +1,4 @@
-"""What a table may be told when it is made, and what of it does not fit together."""
+"""What a table and its calls may be told, and what of it does not fit together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ CHOICES = {
     "eviction": ("fifo", "lru"),
     "on_full": ("evict", "wait", "raise"),
 }
+
+
+def check_count(what: str, name: str, value: object) -> None:
+    """Errors: ConfigError for an option of `what` that is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{what} needs {name} of at least 1; found {value!r}")
+
+
+def check_claim_wait(wait_s: object) -> None:
+    """Errors: ConfigError for no number of seconds, or infinitely many."""
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s < float("inf"):
+        raise ConfigError(f"claim needs wait_s in seconds, and an end to every wait; found {wait_s!r}")
 
 
 def check_settings(settings: Mapping[str, Any], path: str | Path | None) -> None:

@@ -39,7 +39,7 @@ from flowrl.store.mover import Mover, Tiers
 from flowrl.store.presence import Presence
 from flowrl.store.reading import View, check_columns
 from flowrl.store.rows import RowBatch
-from flowrl.store.settings import check_settings
+from flowrl.store.settings import check_count, check_settings
 
 if TYPE_CHECKING:
     from flowrl.store.claims import Claim, Stream
@@ -525,8 +525,7 @@ class ExperienceTable:
         """
         self._check_writable()
         check_layout(layout)
-        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
-            raise ConfigError(f"stream needs ahead of at least 1; found {ahead!r}")
+        check_count("stream", "ahead", ahead)
         wait_s = self.timeout_s if timeout_s is None else timeout_s
 
         def take(rows: int, also: Record | None) -> Claim | None:
