@@ -45,7 +45,11 @@ _HOME = {
     "flowrl.runtime.data": ("Data",),
     "flowrl.runtime.local": ("Run", "run_local"),
     "flowrl.runtime.replay": ("replay",),
-    "flowrl.errors": ("CheckError", "FlowError", "Problem"),
+    "flowrl.mesh": ("Cluster", "Layout", "Placement"),
+    "flowrl.planner.planning": ("plan",),
+    "flowrl.planner.steps": ("Plan",),
+    "flowrl.planner.workload": ("Lengths", "Workload"),
+    "flowrl.errors": ("CheckError", "FlowError", "PlanError", "Problem"),
 }  # fmt: skip
 
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -73,6 +77,7 @@ if TYPE_CHECKING:
     from flowrl.errors import (
         CheckError as CheckError,
         FlowError as FlowError,
+        PlanError as PlanError,
         Problem as Problem,
     )
     from flowrl.graph.checks import check as check
@@ -143,9 +148,20 @@ if TYPE_CHECKING:
         Environment as Environment,
         component as component,
     )
+    from flowrl.mesh import (
+        Cluster as Cluster,
+        Layout as Layout,
+        Placement as Placement,
+    )
     from flowrl.model import (
         AdamW as AdamW,
         Model as Model,
+    )
+    from flowrl.planner.planning import plan as plan
+    from flowrl.planner.steps import Plan as Plan
+    from flowrl.planner.workload import (
+        Lengths as Lengths,
+        Workload as Workload,
     )
     from flowrl.runtime.data import Data as Data
     from flowrl.runtime.local import (

@@ -33,6 +33,10 @@ class ConfigError(FlowError, ValueError):
     """An option is unknown, missing or has a value that makes no sense."""
 
 
+class PlanError(FlowError, ValueError):
+    """No plan fits; the message begins with `FR-P01` and says which memory is short and what would fit."""
+
+
 class DataError(FlowError, ValueError):
     """A data set or a row is not what the flow needs."""
 

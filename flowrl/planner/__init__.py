@@ -1,0 +1,21 @@
+"""How a flow will be computed: where each model stands, in which layout, what moves, and in which order.
+
+planning     `plan`: the whole way from a flow to its plan
+shapes       the shape of a model from its name, folder or config
+report       what a search looked at
+workload     how many prompts, and how long prompts and responses are
+roles        the models of a graph, and what each does in a step
+options      the ways to run a role on a mesh
+cells        sets of roles that share a mesh: what fits its memory
+orders       the shortest order of a step's calls
+handover     seconds of new weights on their way to an engine
+problem      what is placed, and what a placement is
+search       the best placement, by branch and bound
+relax        when nothing fits: why, and what would
+lower        from a placement to a plan
+tasks        what the simulator runs
+simulate     seconds and memory of a set of tasks
+steps        the plan: steps on meshes, in a file or as a table
+boxes        parts of tensors
+reshard      what moves when weights change their layout, exactly
+"""

@@ -1,0 +1,252 @@
+"""What is placed, what a placement is, and which orders of work it leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
+from flowrl.graph.nodes import Graph
+from flowrl.graph.schedule import Schedule, Sync
+from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.planner.cells import Combination, Edge
+from flowrl.planner.options import Choices, Option
+from flowrl.planner.orders import Shape
+from flowrl.planner.roles import Role, roles_of
+from flowrl.planner.workload import Workload
+
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be placed, and where."""
+
+    roles: tuple[Role, ...]
+    cluster: Cluster
+    workload: Workload
+    schedule: Schedule = field(default_factory=Sync)
+    choices: Choices = field(default_factory=Choices)
+    placement: Placement | None = None
+    """What the user asks for; where it says "..." the planner chooses."""
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        models: Mapping[str, ModelShape],
+        cluster: Cluster,
+        workload: Workload,
+        *,
+        schedule: Schedule | None = None,
+        choices: Choices | None = None,
+        placement: Placement | str | None = None,
+    ) -> Problem:
+        """The roles of a graph on a cluster. Raises `ConfigError` for models that do not fit the graph."""
+        roles = roles_of(graph, models, workload)
+        asked = Placement.parse(placement) if isinstance(placement, str) else placement
+        return cls(roles, cluster, workload, schedule or Sync(), choices or Choices(), asked)
+
+    def __post_init__(self) -> None:
+        names = [role.name for role in self.roles]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"roles need different names; found {names}")
+        # the answer must not depend on the order in which roles are given
+        object.__setattr__(self, "roles", tuple(sorted(self.roles, key=lambda role: role.name)))
+        if self.placement is not None:
+            self.placement.check_roles(frozenset(names))
+
+    def allows(self, split: Sequence[Sequence[int]]) -> bool:
+        """Whether a split keeps together and apart what the placement says; a group that is named takes no others."""
+        if self.placement is None:
+            return True
+        sets = {frozenset(self.roles[index].name for index in mine) for mine in split}
+        return all(frozenset(role.name for role in group.roles) in sets for group in self.placement.groups)
+
+    def asked_size(self, mine: Sequence[int]) -> int | None:
+        """Devices that the placement gives to a set of roles."""
+        groups = () if self.placement is None else self.placement.groups
+        names = {self.roles[index].name for index in mine}
+        return next((group.size for group in groups if group.roles[0].name in names), None)
+
+    def asked_layout(self, role: str) -> Layout | None:
+        """Layout that the placement gives to a role."""
+        placed = None if self.placement is None else self.placement.role(role)
+        return None if placed is None else placed.layout
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Where new weights are handed over. Beside them work the roles that have a call which does not come before."""
+        work = work_of(self.roles)
+        found: list[Edge] = []
+        for index, (taker, call, _) in enumerate(work):
+            if call is None:
+                before = {index}
+                for at in range(index, -1, -1):
+                    before |= set(work[at][2]) if at in before else set()
+                others = {role for at, (role, _, _) in enumerate(work) if at not in before} - {taker}
+                names = frozenset(self.roles[role].name for role in others)
+                found.append(Edge(self.roles[taker].weights_from, self.roles[taker].name, names))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One complete plan, with what the cost model says of it."""
+
+    seconds: float
+    """Of one step; with Async from one version of the weights to the next."""
+    meshes: tuple[Mesh, ...]
+    combinations: tuple[Combination, ...]
+    """Of each mesh."""
+    busy_s: tuple[float, ...]
+    """For which each mesh is busy in a step."""
+    latency_s: float
+    """Of one step alone, from its first call to its last."""
+    order: tuple[int, ...]
+    """In which calls and handovers (as `Problem.work` lists them) start."""
+    work_s: tuple[float, ...]
+    """Of each of them."""
+
+    @property
+    def numerics(self) -> int:
+        return max(one.numerics for one in self.combinations)
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(one.peak_bytes for one in self.combinations)
+
+    @property
+    def placement(self) -> Placement:
+        """In the notation in which a user can ask for it."""
+        return Placement(tuple(Group(tuple(Placed(option.role, option.layout) for option in one.options))
+                               for one in self.combinations))  # fmt: skip
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Lower is better: seconds, then numerics, bytes on a device, number of meshes."""
+        return (self.seconds, self.numerics, self.peak_bytes, len(self.meshes))
+
+    def option(self, role: str) -> Option:
+        """Of a role. Raises `KeyError` for a role that is not placed."""
+        return next(option for one in self.combinations for option in one.options if option.role == role)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found."""
+
+    problem: Problem
+    best: Candidate | None
+    """None where nothing fits; `flowrl.planner.relax` says what would."""
+    others: tuple[Candidate, ...]
+    """The best of each other split into sets that was looked at to the end, the best first."""
+    bound_s: float
+    """No plan of the search space takes less."""
+    placements: int
+    """Splits with sizes that were looked at."""
+    simulated: int
+    """Combinations whose seconds were computed."""
+    pruned: int
+    """Branches left because of a bound."""
+    unfit: int
+    """Placements of which no combination fits."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the best plan may be above the bound, as a part of it."""
+        return INFINITE if self.best is None else self.best.seconds / self.bound_s - 1 if self.bound_s > 0 else 0.0
+
+    def why_not(self, other: Candidate) -> str:
+        """Why another candidate lost, in one line."""
+        assert self.best is not None
+        index = max(range(len(other.meshes)), key=lambda one: other.busy_s[one])
+        more = other.seconds / self.best.seconds - 1 if self.best.seconds else 0.0
+        names = ", ".join(option.role for option in other.combinations[index].options)
+        mesh, busy = other.meshes[index], other.busy_s[index]
+        return f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); {mesh} ({names}) is busy for {busy:.1f} s"
+
+
+# ------------------------------------------------------------------------------------------------------------ structure
+
+Work = tuple[int, int | None, tuple[int, ...]]
+"""A role, which of its calls (None: the handover of new weights to it), and the work before it."""
+
+
+def work_of(roles: Sequence[Role]) -> tuple[Work, ...]:
+    """Calls and handovers in an order in which each comes after what it waits for.
+
+    A handover comes after the trainer's last update and the engine's samples with the old weights; samples that the flow takes
+    after the update come after it.
+    """
+    trainer = {role.name: {call.node for call in role.calls if call.work == "train"} for role in roles}
+    waits: dict[tuple[int, int | None], set[str]] = {}
+    names: dict[str, tuple[int, int | None]] = {}
+    for index, role in enumerate(roles):
+        updates = trainer.get(role.weights_from, set())
+        for at, call in enumerate(role.calls):
+            names[call.node] = (index, at)
+            waits[index, at] = set(call.after)
+            if updates & set(call.after):
+                waits[index, at].add(f"to {role.name}")
+        if updates:
+            old = {call.node for call in role.calls if not updates & set(call.after)}
+            names[f"to {role.name}"] = (index, None)
+            waits[index, None] = updates | old
+    listed: list[tuple[int, int | None]] = []
+    while len(listed) < len(waits):
+        ready = [key for key in waits if key not in listed and all(names[name] in listed for name in waits[key])]
+        if not ready:
+            raise ConfigError(
+                f"calls wait for each other: {sorted(name for name, key in names.items() if key not in listed)}"
+            )
+        listed.append(min(ready, key=lambda key: (key[0], -1 if key[1] is None else key[1])))
+    return tuple(
+        (role, call, tuple(sorted(listed.index(names[n]) for n in waits[role, call]))) for role, call in listed
+    )
+
+
+def shape_of(work: Sequence[Work], roles: Sequence[Role], split: Sequence[Sequence[int]]) -> Shape:
+    """Which sets each piece of work occupies under a split; a handover those of both its sides."""
+    place_of = {role: index for index, mine in enumerate(split) for role in mine}
+    index_of = {role.name: index for index, role in enumerate(roles)}
+    sets: list[tuple[int, ...]] = []
+    for role, call, _ in work:
+        both = {place_of[role]} if call is not None else {place_of[role], place_of[index_of[roles[role].weights_from]]}
+        sets.append(tuple(sorted(both)))
+    return Shape(tuple(sets), tuple(before for _, _, before in work), len(split))
+
+
+def splits(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to split 0 ... count - 1 into sets, each once."""
+    if count == 0:
+        yield ()
+        return
+    for rest in splits(count - 1):
+        for at in range(len(rest)):
+            yield (*rest[:at], (*rest[at], count - 1), *rest[at + 1 :])
+        yield (*rest, (count - 1,))
+
+
+def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[Mesh, ...] | None:
+    """A buddy slice for each size: the largest first, each at the lowest free place; None when one finds none."""
+    found: dict[int, Mesh] = {}
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        free = (m for m in cluster.slices(sizes[index]) if not any(m.overlaps(taken) for taken in found.values()))
+        mesh = next(free, None)
+        if mesh is None:
+            return None
+        found[index] = mesh
+    return tuple(found[index] for index in range(len(sizes)))
+
+
+def host_bytes(cluster: Cluster, meshes: Sequence[Mesh], combinations: Sequence[Combination]) -> list[float]:
+    """What is kept on the host of each node; a mesh spreads it evenly over its nodes."""
+    used = [0.0] * cluster.nodes
+    for mesh, one in zip(meshes, combinations, strict=True):
+        nodes = mesh.nodes(cluster.devices_per_node)
+        for node in nodes:
+            used[node] += one.host_bytes / len(nodes)
+    return used

@@ -1,0 +1,45 @@
+"""What a search looked at on the way to its plan: kept with the plan, for people and pictures. No part of its identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan that was looked at to the end."""
+
+    placement: str
+    seconds: float
+    """Predicted, as `Outlook.seconds`."""
+    device_bytes: int
+    host_bytes: int
+    """Of the host that holds most."""
+    why: str
+    """Why it lost, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """How a plan was found."""
+
+    bound_s: float
+    """No plan of the search space takes less, whatever its order and memory."""
+    placements: int
+    """Splits into sets with sizes that were looked at."""
+    simulated: int
+    """Plans whose seconds were computed."""
+    pruned: int
+    """Branches left because of a bound."""
+    unfit: int
+    """Placements of which nothing fits the memory."""
+    is_exhaustive: bool = True
+    """False: the search space was too large, and a seeded random search went through a part of it."""
+    seed: int = 0
+    """Of that random search."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The best first."""
+
+    def gap(self, seconds: float) -> float:
+        """By how much a plan of `seconds` may be above the best there is, as a part of the bound."""
+        return max(0.0, seconds / self.bound_s - 1) if self.bound_s > 0 else 0.0

@@ -1,0 +1,213 @@
+"""Which models a flow keeps on devices, and what each of them does in one step, in order.
+
+Read off the graph by the properties of nodes alone; a model's name means nothing. A model is an `input` that gives weights.
+What samples from it is a role of its own (an engine holds weights in its own layout); training and forward passes share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
+from flowrl.graph.kinds import KINDS, gives_weights
+from flowrl.graph.nodes import Graph, Node
+from flowrl.planner.workload import Workload
+from flowrl.schema.columns import nearest
+
+ENGINE = "gen"
+TOKENS = frozenset({"prompt_ids", "response_ids"})
+"""Columns that a forward pass reads; what only adds others does not hold it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One piece of work of a role.
+
+    Example:
+        Call("update", "policy", "train", sequences=1024, after=("ref_logprobs",))
+    """
+
+    node: str
+    """Name of the graph's node; inside a refill `refill.rollout`."""
+    role: str
+    work: str
+    """`generate`, `forward` or `train`."""
+    sequences: int
+    """Rows it works on, epochs included."""
+    after: tuple[str, ...] = ()
+    """Calls of the same step whose results it needs."""
+    steps: int = 1
+    """Optimizer steps."""
+    share: float = 1.0
+    """Of the steps in which it runs: 0.02 for what happens every 50 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Weights on devices, and what is done with them."""
+
+    name: str
+    model: str
+    """The input of the graph."""
+    shape: ModelShape
+    calls: tuple[Call, ...]
+    weights_from: str = ""
+    """The role whose new weights it receives once per step; empty for one that keeps its own."""
+
+    @property
+    def is_engine(self) -> bool:
+        return any(call.work == "generate" for call in self.calls)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(call.work == "train" for call in self.calls)
+
+
+def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload) -> tuple[Role, ...]:
+    """The roles of a graph, in the order in which the graph lists its models, engines first.
+
+    Raises `ConfigError` for a model of the graph without a shape, or a shape for no model.
+    """
+    used = {node.name for node in graph.inputs if node["kind"] == "weights"}
+    for name in models:
+        if name not in used:
+            raise ConfigError(f"flow '{graph.name}' has no model '{name}'; {nearest(name, used)}")
+    reader = _Reader(graph, workload)
+    calls = reader.calls()
+    sampled = [
+        name for name in reader.models if any(c.work == "generate" for c in calls if reader.model[c.node] == name)
+    ]
+    roles: list[Role] = []
+    for name in reader.models:
+        mine = tuple(call for call in calls if reader.model[call.node] == name)
+        if not mine:
+            continue
+        if name not in models:
+            raise ConfigError(
+                f"model '{name}' of flow '{graph.name}' needs a shape: models={{'{name}': ModelShape.of(...)}}"
+            )
+        engine = ENGINE if len(sampled) == 1 else f"{ENGINE}.{name}"
+        generating = tuple(_of(call, engine) for call in mine if call.work == "generate")
+        others = tuple(_of(call, name) for call in mine if call.work != "generate")
+        is_trained = any(call.work == "train" for call in others)
+        if generating:
+            roles.append(Role(engine, name, models[name], generating, name if is_trained else ""))
+        if others:
+            roles.append(Role(name, name, models[name], others))
+    if not roles:
+        raise ConfigError(f"flow '{graph.name}' uses no model: there is nothing to place on devices")
+    return tuple(sorted(roles, key=lambda role: not role.is_engine))
+
+
+def _of(call: Call, role: str) -> Call:
+    return Call(call.node, role, call.work, call.sequences, call.after, call.steps, call.share)
+
+
+@dataclass
+class _Reader:
+    """One walk over a graph's nodes, in their order."""
+
+    graph: Graph
+    workload: Workload
+    models: dict[str, None] = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)
+    """Node that gives weights or uses them -> the model it comes from."""
+    rows: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    before: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Node -> calls that must have ended before its value is there."""
+    tokens: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Node -> calls that must have ended before its rows and their tokens are there, whatever other columns wait for."""
+    found: list[Call] = field(default_factory=list)
+
+    def calls(self) -> tuple[Call, ...]:
+        shares = _shares(self.graph)
+        for node in self.graph:
+            self._read(node, shares[node.name])
+        return tuple(self.found)
+
+    def _read(self, node: Node, share: float) -> None:
+        name = node.name
+        waits = frozenset().union(*(self.before[source] for _, source in node.inputs))
+        if node.kind == "input":
+            if node["kind"] == "weights":
+                self.models[name] = None
+                self.model[name] = name
+        elif gives_weights(node.kind, dict(node.params)):
+            # `after` has no port "model": both of its choices come from one model
+            self.model[name] = self.model[next((s for p, s in node.inputs if p == "model"), node.inputs[0][1])]
+        sources = [source for port, source in node.inputs if port == "rows" and source in self.rows]
+        self.rows[name] = self._rows(node, [self.rows[source] for source in sources])
+        self.steps[name] = max([1, *(self.steps[source] for source in sources)])
+        if node.kind == "repeat":
+            self.steps[name] *= node.get("epochs", 1) * node.get("minibatches", 1)
+        base = frozenset().union(*(self.tokens[source] for source in sources))
+        if node.body is not None:
+            self._read_body(node, waits, share)
+        elif KINDS[node.kind].is_forward:
+            self.model.setdefault(name, self.model[node.source("model")])
+            read = self.before[node.source("model")] | base
+            self._add(node, name, self.model[name], self.rows[name], read, share)
+            self.before[name] |= waits
+        elif KINDS[node.kind].uses_model:  # an assignment of weights uses none: it is a copy
+            self.model.setdefault(name, self.model[node.source("model")])
+            self._add(node, name, self.model[name], self.rows[name], waits, share)
+        else:
+            self.before[name] = waits
+        keeps_tokens = KINDS[node.kind].adds_columns or node.kind in ("select", "repeat")
+        if node.kind == "apply":
+            keeps_tokens = not TOKENS & {str(getattr(column, "name", column)) for column in node["operator"].writes}
+        self.tokens[name] = base if keeps_tokens else self.before[name]
+
+    def _add(self, node: Node, name: str, model: str, rows: float, waits: frozenset[str], share: float) -> None:
+        kind = KINDS[node.kind]
+        work = "train" if kind.changes_model else "forward" if kind.is_forward else "generate"
+        if work == "train":  # weights change in place: what reads the old ones comes first
+            waits |= {c.node for c in self.found if c.work == "forward" and self.model[c.node] == model}
+        needed = tuple(call.node for call in self.found if call.node in waits)
+        self.found.append(
+            Call(name, "", work, max(1, round(rows)), needed, self.steps.get(name, 1) if work == "train" else 1, share)
+        )
+        self.before[name] = waits | {name}
+
+    def _read_body(self, node: Node, waits: frozenset[str], share: float) -> None:
+        """A refill: what its sub-graph does in one round, times the rounds."""
+        body = node.body
+        assert body is not None
+        inner = _Reader(body, self.workload)
+        inside = inner.calls()
+        for call in inside:
+            name = f"{node.name}.{call.node}"
+            self.model[name] = inner.model[call.node]
+            after = tuple(c.node for c in self.found if c.node in waits) + tuple(f"{node.name}.{n}" for n in call.after)
+            rows = max(1, round(call.sequences * self.workload.rounds))
+            self.found.append(Call(name, "", call.work, rows, after, call.steps, share))
+        self.before[node.name] = waits | {f"{node.name}.{call.node}" for call in inside}
+        self.rows[node.name] = max((inner.rows[name] for name in body.outputs), default=0.0)
+
+    def _rows(self, node: Node, given: list[float]) -> float:
+        """Rows that a node gives, or for an update, takes."""
+        if not given:
+            return float(self.workload.prompts)
+        match node.kind:
+            case "rollout":
+                return given[0] * (self.workload.group_size or node.get("n", 1))
+            case "concat":
+                return sum(given)
+            case "repeat":
+                return given[0] * float(node.get("epochs", 1))
+            case "buffer":
+                return float(node["draw"])
+        return given[0]
+
+
+def _shares(graph: Graph) -> dict[str, float]:
+    """In which part of the steps each node runs: less than 1 only behind an `every`."""
+    shares = {node.name: 0.0 for node in graph}
+    for root in graph.roots:
+        share = 1.0 / graph[root]["steps"] if graph[root].kind == "every" else 1.0
+        for name in graph.ancestors(root):
+            shares[name] = max(shares[name], share)
+    return shares

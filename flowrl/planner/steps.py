@@ -1,0 +1,344 @@
+"""The plan: a frozen, serialisable list of steps on meshes, with what was predicted for each.
+
+A step says where and when a node of the graph, or a move that the planner inserted, is done. What was predicted is no part of a
+plan's identity: two plans that do the same have the same hash, whatever they were expected to take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.graph.code import digest
+from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.planner.codec import decode, encode
+from flowrl.planner.report import Searched
+from flowrl.planner.simulate import Memory, Schedule, lower_bound, memory, period, schedule
+from flowrl.planner.tasks import Hold, Lane, StepKind, Task
+from flowrl.planner.workload import Workload
+
+FORMAT = "flowrl plan"
+VERSION = 1
+"""Of the file format. A file of a newer one is refused."""
+GIB = 2**30
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the planner expects of a step. Not part of the plan's identity."""
+
+    seconds: float
+    start_s: float = 0.0
+    """Since the beginning of the iteration."""
+    num_bytes: int = 0
+    """Moved by the step, over all devices."""
+    memory_bytes: int = 0
+    """The most that one of its devices holds while it runs."""
+    holds: tuple[Hold, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row of a plan.
+
+    Example:
+        Step("update", "update", StepKind.COMPUTE, Mesh(0, 8), (Lane.COMPUTE,), Predicted(seconds=97.1), after=("ref",),
+             layout=Layout.parse("f8"), reads=("response", "old_logprobs"),
+             settings=(("micro_batch_tokens", 8192), ("offload", "park")))
+    """
+
+    name: str
+    node: str
+    """Of the graph: the one it does, or for which it was inserted."""
+    kind: StepKind
+    mesh: Mesh
+    """Where it runs; of a move, where it ends."""
+    lanes: tuple[Lane, ...]
+    predicted: Predicted
+    after: tuple[str, ...] = ()
+    source: Mesh | None = None
+    """Of a move between meshes: where it begins."""
+    layout: Layout | None = None
+    """Of the weights that it uses; of a reshard, the new one."""
+    reads: tuple[str, ...] = ()
+    """Columns it reads or moves; of moves of weights, the models or states."""
+    settings: tuple[tuple[str, Setting], ...] = ()
+    """How it is done: tokens of a micro-batch, class of offload, ..."""
+
+    def __post_init__(self) -> None:
+        if self.layout is not None and self.layout.size != self.mesh.size:
+            raise ConfigError(
+                f"step '{self.name}' has the layout {self.layout}, which is for {self.layout.size} devices, on a {self.mesh}"
+            )
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of its mesh and of the mesh it moves from, rising."""
+        source = () if self.source is None else self.source.devices
+        return tuple(sorted({*self.mesh.devices, *source}))
+
+    @property
+    def task(self) -> Task:
+        """What the simulator runs for it."""
+        predicted = self.predicted
+        return Task(
+            self.name, self.kind, self.devices, self.lanes, predicted.seconds, self.after, self.node, predicted.holds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the planner expects of the whole. Not part of the plan's identity."""
+
+    seconds: float = 0.0
+    """Of one iteration; where iterations overlap, from one version of the weights to the next."""
+    latency_s: float = 0.0
+    """Of one iteration alone."""
+    bound_s: float = 0.0
+    """No order of these steps makes the latency less."""
+    device_bytes: int = 0
+    """Peak of the device that holds most."""
+    host_bytes: int = 0
+    """Peak of the host that holds most."""
+    critical_path: tuple[str, ...] = ()
+    resident: tuple[Hold, ...] = ()
+    """Memory that is taken all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one iteration of a flow is computed on a cluster. Every device walks its own steps, in the order of the list.
+
+    `Plan.of` makes one from steps that have no times yet.
+    """
+
+    name: str
+    graph_hash: str
+    cluster: Cluster
+    steps: tuple[Step, ...]
+    """Each behind those it waits for."""
+    operator_hashes: tuple[tuple[str, str], ...] = ()
+    """Name of each operator, and the hash of its code."""
+    max_staleness: int = 0
+    meshes: tuple[tuple[str, Mesh], ...] = ()
+    """Names of meshes, for reading."""
+    workload: Workload | None = None
+    """What the predictions assume about prompts and responses."""
+    predicted: Outlook = field(default_factory=Outlook)
+    searched: Searched | None = None
+    """How it was found; None for a plan that was written by hand."""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        names = {step.name for step in self.steps}
+        for step in self.steps:
+            if step.name in seen:
+                raise ConfigError(f"two steps of the plan are named '{step.name}'; each needs a name of its own")
+            for name in step.after:
+                if name not in seen:
+                    why = "which comes behind it in the plan" if name in names else "which is no step"
+                    raise ConfigError(f"step '{step.name}' waits for '{name}', {why}")
+            if step.devices[-1] >= self.cluster.num_devices:
+                raise ConfigError(
+                    f"step '{step.name}' uses device {step.devices[-1]}; the cluster has devices 0 to "
+                    f"{self.cluster.num_devices - 1}"
+                )
+            seen.add(step.name)
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness is a whole number of at least 0; found {self.max_staleness!r}")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        graph_hash: str,
+        cluster: Cluster,
+        steps: Sequence[Step],
+        *,
+        resident: Sequence[Hold] = (),
+        order: Sequence[str] | None = None,
+        **others: Any,
+    ) -> Plan:
+        """Order the steps and predict starts, memory and the whole, with the simulator.
+
+        Args:
+            order: names of all steps, as `schedule` takes it; left out, a list schedule finds one.
+            others: further fields of the plan.
+
+        Raises `ConfigError` for steps that contradict each other. Whether they fit is `plan.simulated()[1].excess(cluster)`.
+        """
+        tasks = [step.task for step in steps]
+        found = schedule(tasks, devices_per_node=cluster.devices_per_node, order=order)
+        used = memory(tasks, found, resident=resident, devices_per_node=cluster.devices_per_node)
+        by_name = {step.name: step for step in steps}
+        ordered = tuple(_timed(by_name[step], found, used) for step in found.starts)
+        plan = cls(name, graph_hash, cluster, ordered, **others)
+        pace = period(tasks, max_staleness=plan.max_staleness, devices_per_node=cluster.devices_per_node, order=order)
+        outlook = Outlook(
+            seconds=pace.seconds,
+            latency_s=found.makespan_s,
+            bound_s=lower_bound(tasks, devices_per_node=cluster.devices_per_node),
+            device_bytes=max((one.peak_bytes for one in used.devices.values()), default=0),
+            host_bytes=max((one.peak_bytes for one in used.hosts.values()), default=0),
+            critical_path=found.critical_path,
+            resident=tuple(resident),
+        )
+        return replace(plan, predicted=outlook)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """For the simulator, in the order of the steps."""
+        return tuple(step.task for step in self.steps)
+
+    def simulated(self) -> tuple[Schedule, Memory]:
+        """Times and memory of the plan as it stands, in its own order."""
+        tasks, per_node = self.tasks, self.cluster.devices_per_node
+        found = schedule(tasks, devices_per_node=per_node, order=[task.name for task in tasks])
+        return found, memory(tasks, found, resident=self.predicted.resident, devices_per_node=per_node)
+
+    def column(self, device: int) -> tuple[Step, ...]:
+        """The steps of one device, in the order in which it walks them."""
+        return tuple(step for step in self.steps if device in step.devices)
+
+    @property
+    def hash(self) -> str:
+        """Names what is done and where: graph, operators, devices, staleness and steps. Not how long it is expected to take, nor
+        what that was predicted from, nor names that are there for reading."""
+        cluster = self.cluster
+        steps = [{key: value for key, value in encode(step).items() if key != "predicted"} for step in self.steps]
+        devices = [cluster.nodes, cluster.devices_per_node, cluster.device.name]
+        said = [VERSION, self.graph_hash, encode(self.operator_hashes), devices, self.max_staleness, steps]
+        return digest(json.dumps(said, sort_keys=True, separators=(",", ":")))
+
+    # ---------------------------------------------------------------------------------------------------------- files
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as JSON, written to `path` if given. Reading it back gives an equal plan."""
+        values = {"format": FORMAT, "version": VERSION, "hash": self.hash, **encode(self)}
+        text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` writes.
+
+        Raises `ConfigError` for what is not a plan, a newer version, a plan that contradicts itself or was changed by hand (its
+        hash is another one).
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"a plan is a JSON file; {error}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ConfigError(f'a plan is a JSON object with "format": "{FORMAT}"; this is none')
+        version = values.pop("version", None)
+        if type(version) is not int or version < 1:
+            raise ConfigError(f"a plan says the version of its format, a whole number from 1; found {version!r}")
+        if version > VERSION:
+            raise ConfigError(
+                f"the plan has version {version} of the format, and this FlowRL reads up to {VERSION}; update FlowRL, or plan "
+                "again"
+            )
+        then = values.pop("hash", None)
+        plan = decode(cls, values, "plan")
+        if then != plan.hash:
+            raise ConfigError(
+                f"the plan's steps have the hash {plan.hash}, and the file says {then}: it was changed after it was written; "
+                "plan again"
+            )
+        return plan
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """`from_json` of a file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (ConfigError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    # ---------------------------------------------------------------------------------------------------------- print
+
+    def __str__(self) -> str:
+        """The table of steps."""
+        outlook, cluster = self.predicted, self.cluster
+        schedule_name = f"async, staleness up to {self.max_staleness}" if self.max_staleness else "sync"
+        alone = f", {_time(outlook.latency_s)} from its first step to its last" if self.max_staleness else ""
+        head = [
+            f"plan {self.name}: {len(self.steps)} steps on {cluster.num_devices}x{cluster.device.name}, {schedule_name}; "
+            f"graph {self.graph_hash}, plan {self.hash}",
+            f"predicted: {_time(outlook.seconds)} per iteration{alone}, no order below {_time(outlook.bound_s)}; at most "
+            f"{_size(outlook.device_bytes)} of {_size(cluster.device.memory_bytes)} per device, {_size(outlook.host_bytes)} of "
+            f"{_size(cluster.host.memory_bytes)} per host",
+        ]
+        rows = [("step", "node", "kind", "mesh", "layout", "reads", "start", "seconds", "moved", "memory")]
+        for index, step in enumerate(self.steps):
+            critical = "*" if step.name in outlook.critical_path else ""
+            moved = _size(step.predicted.num_bytes) if step.predicted.num_bytes else ""
+            rows.append(
+                (
+                    f"{critical}{index}",
+                    step.node,
+                    str(step.kind),
+                    self._place(step),
+                    "" if step.layout is None else str(step.layout),
+                    _short(", ".join(step.reads)),
+                    _time(step.predicted.start_s),
+                    _time(step.predicted.seconds),
+                    moved,
+                    _size(step.predicted.memory_bytes),
+                )
+            )
+        foot = "* on the critical path; start, seconds, moved and memory are predicted"
+        return "\n".join([*head, "", *_aligned(rows, "rlllllrrrr"), "", foot])
+
+    def _place(self, step: Step) -> str:
+        moves = step.source is not None and step.source != step.mesh
+        return (
+            f"{self._called(step.source)} -> {self._called(step.mesh)}"
+            if moves and step.source
+            else self._called(step.mesh)
+        )
+
+    def _called(self, mesh: Mesh) -> str:
+        ours = (name for name, one in self.meshes if (one.first, one.size) == (mesh.first, mesh.size))
+        last = mesh.first + mesh.size - 1
+        return f"{next(ours, str(mesh.first) if mesh.size == 1 else f'{mesh.first}-{last}')}[{mesh.size}]"
+
+
+def _timed(step: Step, found: Schedule, used: Memory) -> Step:
+    start_s, end_s = found.starts[step.name], found.ends[step.name]
+    most = max((used.devices[device].between(start_s, end_s) for device in step.devices), default=0)
+    return replace(step, predicted=replace(step.predicted, start_s=start_s, memory_bytes=most))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.1f} ms"
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((GIB, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (1, "B"))
+    return f"{num_bytes / unit:.1f} {name}" if unit > 1 else f"{num_bytes} B"
+
+
+def _short(text: str, most: int = 32) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Columns under each other; `sides` has l or r for each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = []
+    for row in rows:
+        cells = zip(row, widths, sides, strict=True)
+        shown.append(
+            "  ".join(text.ljust(width) if side == "l" else text.rjust(width) for text, width, side in cells).rstrip()
+        )
+    return shown
