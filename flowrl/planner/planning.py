@@ -64,7 +64,17 @@ def plan(
     found = search(problem)
     if found.best is None:
         raise PlanError(str(explain(problem)))
-    return replace(plan_of(problem, found.best, graph), searched=_searched(found))
+    return plan_found(found, graph)
+
+
+def plan_found(found: Found, graph: Graph) -> Plan:
+    """The plan of the best that a search has found, with what the search looked at. `graph` is that of `problem_of`.
+
+    Errors: PlanError when nothing was found that fits; `flowrl.planner.relax.explain` says why.
+    """
+    if found.best is None:
+        raise PlanError("FR-P01: no plan fits")
+    return replace(plan_of(found.problem, found.best, graph), searched=_searched(found))
 
 
 def _searched(found: Found) -> Searched:

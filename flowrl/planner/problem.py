@@ -12,7 +12,7 @@ from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.cells import Combination, Edge
-from flowrl.planner.options import Choices, Option
+from flowrl.planner.options import Choices, Option, Setting
 from flowrl.planner.orders import Shape
 from flowrl.planner.roles import Role, roles_of
 from flowrl.planner.workload import Workload
@@ -31,6 +31,8 @@ class Problem:
     choices: Choices = field(default_factory=Choices)
     placement: Placement | None = None
     """What the user asks for; where it says "..." the planner chooses."""
+    only: tuple[tuple[str, str, Setting], ...] = ()
+    """Role, setting and the one value that its options may have: ("policy", "offload", "park"). For what-if questions."""
 
     @classmethod
     def of(
@@ -70,6 +72,13 @@ class Problem:
         groups = () if self.placement is None else self.placement.groups
         names = {self.roles[index].name for index in mine}
         return next((group.size for group in groups if group.roles[0].name in names), None)
+
+    def takes(self, option: Option) -> bool:
+        """Whether an option has the layout and the settings that are asked of its role."""
+        layout = self.asked_layout(option.role)
+        said = dict(option.settings)
+        wanted = all(said.get(key) == value for role, key, value in self.only if role == option.role)
+        return wanted and (layout is None or option.layout == layout)
 
     def asked_layout(self, role: str) -> Layout | None:
         """Layout that the placement gives to a role."""

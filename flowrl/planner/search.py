@@ -165,9 +165,7 @@ class _Search:
             problem = self.problem
             mesh = Mesh(0, size)
             found = all_options(self.roles[role], self.cluster, mesh, problem.workload, problem.choices)
-            asked = problem.asked_layout(self.roles[role].name)
-            if asked is not None:
-                found = tuple(option for option in found if option.layout == asked)
+            found = tuple(filter(problem.takes, found))
             self._options[key] = pareto(found) if self.prune else found
         return self._options[key]
 
