@@ -3,6 +3,7 @@
     shapes       the parameters of a model, each with its name and shape
     configs      shapes read from Hugging Face configs, and those of known models
     flops        work of a forward, a training step
+    compute      its time on devices
     collectives  time of communication between ranks
     offload      where training state lies, and what moving it costs
     memory       bytes on a device: training, sampling engine

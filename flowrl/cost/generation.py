@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.cost.collectives import Ring
-from flowrl.cost.flops import attention_width, forward_flops
+from flowrl.cost.compute import forward_s
+from flowrl.cost.flops import attention_width
 from flowrl.cost.memory import MemoryConstants, cache_capacity_tokens
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
@@ -55,15 +56,15 @@ class Replica:
             )
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
-        """Reading prompts: `C_f/(tp·F·eta_fwd) + 2·L·t_ar(2·h·T)`; a prompt's whole length is read, nothing is shared."""
-        flops = forward_flops(self.shape, lengths).total
-        rate = self.tensor_parallel * self.cluster.device.peak_flops * self.cluster.efficiency.forward
-        return flops / rate + self._exchange_s(sum(lengths))
+        """Reading prompts: `C_f/(tp·F·eta_fwd) + 2·L·t_ar(2·h·T)` and traffic; a prompt's whole length is read, nothing is
+        shared."""
+        reading = forward_s(self.shape, self.cluster, self.tensor_parallel, lengths, with_logits=False)
+        return reading + self._exchange_s(sum(lengths))
 
     def decode_step_s(self, batch: int, context: float) -> float:
         """One token for each of `batch` sequences with `context` tokens on average.
 
-            max( (2·N_read + b·c·kv) / (tp·B_hbm·eta_hbm),
+            max( (2·N_read + b·c·kv) / (tp·B_hbm·eta_read),
                  (2·N_mm·b + 4·a·d·L·c·b) / (tp·F·eta_decode) )  +  2·L·t_ar(2·h·b)  +  overhead
 
         N_read are the weights that are read: N_mm, and of experts those that at least one of the tokens goes to. Layers with a
@@ -76,7 +77,7 @@ class Replica:
         kv = shape.kv_token_bytes(element_bytes=self.constants.cache_bytes, tensor_parallel=self.tensor_parallel)
         read = self.constants.weight_bytes * weights_read(shape, batch) + batch * seen * kv
         flops = batch * (2.0 * shape.matmul_params() + 4 * shape.heads * attention_width(shape) * shape.layers * seen)
-        memory_s = read / (self.tensor_parallel * device.hbm_bytes_s * efficiency.hbm)
+        memory_s = read / (self.tensor_parallel * device.hbm_bytes_s * efficiency.decode_hbm)
         compute_s = flops / (self.tensor_parallel * device.peak_flops * efficiency.decode_flops)
         return max(memory_s, compute_s) + self._exchange_s(batch) + self.constants.step_overhead_s
 

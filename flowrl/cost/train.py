@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.cost.collectives import Ring
-from flowrl.cost.flops import forward_flops, train_flops
+from flowrl.cost.compute import forward_s, train_compute_s
 from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState, state_cost
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
@@ -54,9 +54,8 @@ class TrainStep:
 
 
 def score_s(shape: ModelShape, cluster: Cluster, devices: int, lengths: Sequence[int]) -> float:
-    """A forward pass over sequences (old or reference log-probabilities, values, rewards): `C_f/(G·F·eta_fwd)`."""
-    rate = devices * cluster.device.peak_flops * cluster.efficiency.forward
-    return forward_flops(shape, lengths).total / rate
+    """A forward pass over sequences (old or reference log-probabilities, values, rewards): `C_f/(G·F·eta_fwd)` and traffic."""
+    return forward_s(shape, cluster, devices, lengths)
 
 
 def train_step(
@@ -94,8 +93,7 @@ def train_step(
             f"shards, {tokens} tokens"
         )
     count = max(1, math.ceil(sum(lengths) / (mesh.size * tokens)))
-    rate = mesh.size * cluster.device.peak_flops * cluster.efficiency.train
-    compute_s = train_flops(shape, lengths, recompute=recompute) / rate
+    compute_s = train_compute_s(shape, cluster, mesh.size, lengths, recompute=recompute)
     inside, across = _rings(cluster, mesh, cut)
     gradient_bytes = 4.0 * shape.trainable_params()
     reduce_s = inside.reduce_scatter_s(gradient_bytes) + across.all_reduce_s(gradient_bytes / cut)

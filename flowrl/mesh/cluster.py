@@ -7,11 +7,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flowrl.errors import ConfigError
-from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, require_positive
+from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Traffic, require_positive
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
@@ -42,6 +43,11 @@ class Cluster:
     """Start of a message between devices. Assumed until measured."""
     measured: tuple[Measured, ...] = ()
     """Measured times; where there are some they go before the formulas."""
+    traffic: Traffic = field(default_factory=Traffic)
+    calibrated_at: str = ""
+    """When it was measured, as 2026-01-31 or with a time; "" for a cluster with published and assumed figures."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and what stands in its place."""
 
     def __post_init__(self) -> None:
         require_positive(self, "nodes", "devices_per_node", "nvlink_bytes_s", "nic_bytes_s")
@@ -51,6 +57,13 @@ class Cluster:
                 raise ConfigError(f"Cluster needs a whole number for {name}; found {getattr(self, name)!r}")
         keys = [(one.operation, one.ranks, one.nodes) for one in self.measured]
         twice = sorted({key for key in keys if keys.count(key) > 1})
+        if self.calibrated_at:
+            try:
+                datetime.fromisoformat(self.calibrated_at)
+            except ValueError:
+                raise ConfigError(
+                    f"calibrated_at is a date such as 2026-01-31 or empty; found {self.calibrated_at!r}"
+                ) from None
         if twice:
             raise ConfigError(f"operation, ranks and nodes are measured twice: {twice}; keep one table of each")
 
@@ -164,7 +177,7 @@ class Cluster:
     def to_toml(self, path: str | Path | None = None) -> str:
         """The cluster as TOML text, written to `path` if given. Reading it back gives an equal cluster."""
         values = asdict(self)
-        tables = {key: values.pop(key) for key in ("device", "host", "efficiency")}
+        tables = {key: values.pop(key) for key in ("device", "host", "efficiency", "traffic")}
         measured = values.pop("measured")
         blocks = [_lines(values)]
         blocks += [f"[{key}]\n{_lines(table)}" for key, table in tables.items()]
@@ -220,6 +233,7 @@ def _check_type(wanted: str, value: Any, where: str) -> None:
         "int": isinstance(value, int) and is_number,
         "float": is_number and math.isfinite(value),
         "tuple[float, ...]": isinstance(value, list) and all(isinstance(one, int | float) for one in value),
+        "tuple[str, ...]": isinstance(value, list) and all(isinstance(one, str) for one in value),
     }.get(wanted, True)
     if not fits:
         raise ConfigError(f"'{where}' is {wanted}; found {value!r}")
@@ -227,7 +241,7 @@ def _check_type(wanted: str, value: Any, where: str) -> None:
 
 def _cluster_from(found: dict[str, Any]) -> Cluster:
     table = dict(found)
-    for key, kind in (("device", Device), ("host", Host), ("efficiency", Efficiency)):
+    for key, kind in (("device", Device), ("host", Host), ("efficiency", Efficiency), ("traffic", Traffic)):
         if key in table:
             table[key] = _make(cast(type[object], kind), table[key], key)
     measured = table.pop("measured", [])

@@ -56,6 +56,8 @@ class Efficiency:
     """Of `hbm_bytes_s`."""
     decode_flops: float = 0.60
     """Of `peak_flops`, when decoding is bound by arithmetic."""
+    decode_hbm: float = 0.70
+    """Of `hbm_bytes_s`, when decoding is bound by reading weights and cache."""
     nvlink: float = 0.80
     nic: float = 0.85
     pcie: float = 1.0
@@ -68,6 +70,27 @@ class Efficiency:
                 raise ConfigError(
                     f"Efficiency.{name} is a fraction of a peak, above 0 to 1; found {getattr(self, name)!r}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that pass through a device's memory beside its products: norms, activations, additions, the loss.
+
+    With all of them 0, the default, the time of this traffic is part of `Efficiency.train` and `.forward`. A measured cluster
+    has both apart, because a small model spends more of its time on traffic than a large one ("Products and traffic" in
+    `flowrl/cost/compute.py`).
+    """
+
+    train: float = 0.0
+    """Forward, recomputed forward and backward: for each byte that a layer keeps of a token for its backward pass."""
+    forward: float = 0.0
+    """Forward only, for each of these bytes (which are then not kept)."""
+    train_logit: float = 0.0
+    """For each logit of a loss that is computed in chunks, forward, recomputed and backward."""
+    forward_logit: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, *(field.name for field in fields(self)), zero=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.mesh import Cluster, Device, Efficiency, Host, Link, Measured, Mesh
+from flowrl.mesh import Cluster, Device, Efficiency, Host, Link, Measured, Mesh, Traffic
 from flowrl.mesh.cluster import _cluster_from
 from flowrl.mesh.detect import of_cpu, of_gpus
 
@@ -174,3 +174,27 @@ def test_figures_make_sense() -> None:
         Device("x", 1, 1.0, math.inf)
     with pytest.raises(ConfigError, match="has devices 0 to 7; found 8"):
         Cluster.named("8xH200").node_of(8)
+
+
+def test_what_a_measured_cluster_has_beside_published_figures_is_kept_in_its_file(tmp_path: Path) -> None:
+    cluster = replace(
+        Cluster.named("2xH200"),
+        traffic=Traffic(train=6.5, forward_logit=4.0),
+        efficiency=Efficiency(decode_hbm=0.8),
+        calibrated_at="2026-01-31T12:00:00",
+        notes=('to_host: "pinned" memory is refused', "broadcast: timed out"),
+    )
+    cluster.to_toml(tmp_path / "cluster.toml")
+    assert Cluster.from_toml(tmp_path / "cluster.toml") == cluster
+    assert (Cluster.named("2xH200").calibrated_at, Cluster.named("2xH200").notes) == ("", ())
+
+
+def test_a_date_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="calibrated_at is a date such as 2026-01-31 or empty; found 'yesterday'"):
+        replace(Cluster.named("2xH200"), calibrated_at="yesterday")
+
+
+def test_notes_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("notes = [1]\n" + Cluster.named("cpu").to_toml().replace("notes = []\n", ""))
+    with pytest.raises(ConfigError, match="notes"):
+        Cluster.from_toml(tmp_path / "cluster.toml")

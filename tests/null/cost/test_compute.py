@@ -1,0 +1,69 @@
+"""Compute time: products and traffic add; without measured traffic one efficiency stands for both."""
+
+from dataclasses import replace
+
+import pytest
+
+from flowrl.cost.compute import forward_s, train_compute_s
+from flowrl.cost.flops import forward_flops, train_flops
+from flowrl.cost.memory import activation_token_bytes
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
+from flowrl.mesh import Cluster, Traffic
+
+SHAPE = ModelShape.of("Qwen2.5-0.5B")
+CLUSTER = Cluster.named("2xH200")
+LENGTHS = [512, 1024]
+
+
+def measured(**traffic: float) -> Cluster:
+    return replace(CLUSTER, traffic=Traffic(**traffic))
+
+
+def test_without_traffic_time_is_work_over_the_part_of_the_peak():
+    rate = CLUSTER.device.peak_flops * CLUSTER.efficiency.forward
+    assert forward_s(SHAPE, CLUSTER, 1, LENGTHS) == pytest.approx(forward_flops(SHAPE, LENGTHS).total / rate)
+    rate = CLUSTER.device.peak_flops * CLUSTER.efficiency.train
+    assert train_compute_s(SHAPE, CLUSTER, 2, LENGTHS) == pytest.approx(train_flops(SHAPE, LENGTHS) / rate / 2)
+
+
+def test_traffic_adds_bytes_over_bandwidth():
+    bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
+    layers = SHAPE.layers * activation_token_bytes(SHAPE) * sum(LENGTHS)
+    logits = SHAPE.vocab * sum(LENGTHS)
+    train = measured(train=7.0, train_logit=30.0)
+    extra = train_compute_s(SHAPE, train, 1, LENGTHS) - train_compute_s(SHAPE, CLUSTER, 1, LENGTHS)
+    assert extra == pytest.approx((7 * layers + 30 * logits) / bandwidth)
+    forward = measured(forward=2.0, forward_logit=6.0)
+    extra = forward_s(SHAPE, forward, 1, LENGTHS) - forward_s(SHAPE, CLUSTER, 1, LENGTHS)
+    assert extra == pytest.approx((2 * layers + 6 * logits) / bandwidth)
+    without = forward_s(SHAPE, forward, 1, LENGTHS, with_logits=False) - forward_s(SHAPE, CLUSTER, 1, LENGTHS)
+    assert without == pytest.approx(2 * layers / bandwidth)
+
+
+def test_traffic_that_is_not_recomputed_is_one_forward_less():
+    both = measured(train=7.0, forward=2.0)
+    less = measured(train=5.0)
+    kept = train_compute_s(SHAPE, both, 1, LENGTHS, recompute=False)
+    assert kept == pytest.approx(train_compute_s(SHAPE, less, 1, LENGTHS, recompute=False))
+
+
+def test_a_score_head_has_no_logits():
+    critic = replace(SHAPE, head="value")
+    plain, with_logits = measured(train=1.0), measured(train=1.0, train_logit=30.0)
+    assert train_compute_s(critic, plain, 1, LENGTHS) == train_compute_s(critic, with_logits, 1, LENGTHS)
+
+
+def test_the_smaller_model_reaches_a_smaller_part_of_the_peak():
+    cluster = measured(train=6.0, train_logit=30.0)
+    parts = []
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
+        shape = ModelShape.of(name)
+        seconds = train_compute_s(shape, cluster, 1, LENGTHS)
+        parts.append(train_flops(shape, LENGTHS) / (seconds * cluster.device.peak_flops))
+    assert parts == sorted(parts) and parts[-1] < cluster.efficiency.train
+
+
+def test_negative_traffic_is_refused():
+    with pytest.raises(ConfigError, match="Traffic needs a finite number of at least 0 for train"):
+        Traffic(train=-1.0)
