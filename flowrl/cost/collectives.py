@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Mesh
@@ -46,6 +49,15 @@ class Ring:
         """Devices that follow each other, from the first of a node."""
         return Ring.of(cluster, Mesh(0, ranks))
 
+    @staticmethod
+    def strided(cluster: Cluster, first: int, ranks: int, step: int) -> Ring:
+        """Devices `first`, `first + step`, ...: those with the same place in each of the groups of `step` devices.
+
+        The other `step - 1` such rings work at the same time, each through the network cards of its own devices.
+        """
+        on_node = Counter((first + index * step) // cluster.devices_per_node for index in range(ranks))
+        return Ring(cluster, ranks, len(on_node), min(on_node.values()))
+
     @property
     def bus_bytes_s(self) -> float:
         """Bytes per second of each rank: `eta_nvl·B_nvl`; over nodes no more than `g·B_nic·eta_nic`, g ranks per node (one ring
@@ -70,6 +82,15 @@ class Ring:
         """
         closed = 2 * self._part * size_bytes / self.bus_bytes_s + 2 * self.cluster.alpha_s
         return self._time("all_reduce", size_bytes, closed)
+
+    def all_reduces_s(self, sizes_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of an all-reduce of each of several sizes."""
+        if self.cluster.measured:
+            return np.array([self.all_reduce_s(float(size)) for size in sizes_bytes])
+        if self.ranks == 1:
+            return np.zeros(len(sizes_bytes))
+        closed = 2 * self._part * sizes_bytes / self.bus_bytes_s + 2 * self.cluster.alpha_s
+        return np.where(sizes_bytes > 0, closed, 0.0)
 
     def broadcast_s(self, size_bytes: float) -> float:
         """`size/B + alpha·n`: pipelined along the ranks, so the bytes pass once."""

@@ -241,11 +241,12 @@ def cache_pool_bytes(
     utilization: float = 0.9,
     tensor_parallel: int = 1,
     pipeline: int = 1,
+    weight_bytes: float = 2,
     constants: MemoryConstants | None = None,
 ) -> float:
     """Bytes of one device that are left for the cache: `gmu·M - 2·N/(tp·pp) - engine_bytes`. Below 0 the engine does not fit."""
     keep = constants or MemoryConstants()
-    weights = engine_weight_bytes(shape, tensor_parallel=tensor_parallel, pipeline=pipeline)
+    weights = engine_weight_bytes(shape, tensor_parallel=tensor_parallel, pipeline=pipeline, weight_bytes=weight_bytes)
     return utilization * cluster.device.memory_bytes - weights - keep.engine_bytes
 
 
@@ -256,6 +257,7 @@ def cache_capacity_tokens(
     utilization: float = 0.9,
     tensor_parallel: int = 1,
     pipeline: int = 1,
+    weight_bytes: float = 2,
     constants: MemoryConstants | None = None,
 ) -> float:
     """Tokens the cache of one replica holds: `pool·tp·pp / kv_token_bytes`; 0 where the engine does not fit."""
@@ -265,6 +267,7 @@ def cache_capacity_tokens(
         utilization=utilization,
         tensor_parallel=tensor_parallel,
         pipeline=pipeline,
+        weight_bytes=weight_bytes,
         constants=constants,
     )
     per_token = shape.kv_token_bytes(tensor_parallel=tensor_parallel)
