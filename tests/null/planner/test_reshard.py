@@ -6,12 +6,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout
 from flowrl.planner.boxes import Box, Holding
-from flowrl.planner.reshard import Reshard, aligned, best_order, received_bytes, reshard
+from flowrl.planner.reshard import Reshard, aligned, best_order, received_bytes, reshard, traffic_of, wire_s
 from tests.null.planner.tensors import MODELS, Tensor
 
 
@@ -177,7 +177,15 @@ def test_what_arrives_is_what_is_needed_once(source: Holding, target: Holding, p
     assert sum(one.sent_across_bytes for one in found.traffic.values()) == found.across_bytes
 
 
+# four ranks, two heads: two ranks of a node have parts of q of their own and share the heads of k and v
+REPEATED_HEADS = (
+    Holding(Layout(), [0], kv_heads=2, stage_layers=(1,)),
+    Holding(Layout(dp=2, tp=4), range(8), kv_heads=2, stage_layers=(1,)),
+)
+
+
 @given(holdings(), holdings())
+@example(*REPEATED_HEADS)
 @settings(max_examples=40)
 def test_a_node_receives_once_what_it_lacks(source: Holding, target: Holding) -> None:
     found = reshard(TENSORS, source, target, devices_per_node=4)
@@ -190,6 +198,32 @@ def test_a_node_receives_once_what_it_lacks(source: Holding, target: Holding) ->
             expected += 2 * len(need - near)
     assert found.across_bytes == expected
     assert all(one.source // 4 == one.target // 4 for one in found.moves if one.hop)
+
+
+@given(holdings(), holdings(), st.sampled_from([None, 4]))
+@example(*REPEATED_HEADS, 4)
+@settings(max_examples=40)
+def test_bytes_without_moves_are_those_of_the_moves(source: Holding, target: Holding, per_node: int | None) -> None:
+    exact = reshard(TENSORS, source, target, devices_per_node=per_node).traffic
+    quick = traffic_of(TENSORS, source, target, devices_per_node=per_node)
+    assert list(quick) == list(exact)
+    for name in ("need_bytes", "kept_bytes", "held_bytes", "received_bytes"):
+        assert {device: getattr(one, name) for device, one in quick.items()} == {
+            device: getattr(one, name) for device, one in exact.items()
+        }
+    for name in ("sent_bytes", "sent_across_bytes", "received_across_bytes"):
+        total = sum(getattr(one, name) for one in exact.values())
+        assert total <= sum(getattr(one, name) for one in quick.values()) <= total + len(exact)  # each rounds up
+
+
+def test_time_without_moves_is_that_of_the_moves() -> None:
+    """Boxes that several devices can send are as many as the layers: each sends its part of them."""
+    model, cluster = MODELS["Llama-3-8B"], Cluster.named("16xH100-80G")
+    source = Holding(Layout.parse("d2f4"), range(8))
+    target = Holding(Layout.parse("d2t8"), range(16), kv_heads=8)
+    exact = reshard(list(model.tensors()), source, target, devices_per_node=8)
+    quick = traffic_of(model.tensors(), source, target, devices_per_node=8)
+    assert wire_s(quick, cluster) == pytest.approx(exact.time_s(cluster), rel=0.03)
 
 
 def test_replicas_of_a_node_share_the_way_in() -> None:
