@@ -1,14 +1,15 @@
-"""Seconds that devices compute: products with matrices, and what passes through memory beside them.
+"""Seconds that devices compute: products with matrices, and what is done beside them.
 
-[Note: Products and traffic]
+[Note: Products and the rest]
 A layer multiplies matrices, at a part of the device's peak, and between the products it reads and writes activations, at a
-part of the memory's bandwidth. Both are done one after the other, so their times add:
+part of the memory's bandwidth. One is done after the other, so their times add; and no layer is faster than the host starts its
+kernels:
 
-    t = C / (G·F·eta) + (k·L·A_layer + k_v·V)·T / (G·B_hbm·eta_hbm)
+    t = max( C / (G·F·eta) + (k·L·A_layer + k_v·V)·T / (G·B_hbm·eta_hbm),  m·L·start )
 
-k counts passes over the bytes that a layer keeps for its backward pass, k_v bytes per logit. In a model of 0.5e9 parameters
-the second term is as large as the first, in one of 7e9 a quarter of it: one efficiency cannot stand for both. Cluster figures
-that were not measured have k = k_v = 0, and an efficiency that stands for everything.
+k counts passes over the bytes that a layer keeps for its backward pass, k_v bytes per logit, m micro-batches. The smaller a
+model, the larger the part of the second term and the third: one efficiency cannot stand for all models. Cluster figures that
+were not measured have k = k_v = start = 0, and an efficiency that stands for everything.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def forward_s(
     devices: int,
     lengths: Sequence[int],
     *,
+    micro_batches: int = 1,
     with_logits: bool = True,
     constants: MemoryConstants | None = None,
 ) -> float:
@@ -34,10 +36,11 @@ def forward_s(
 
     `with_logits` is off where no loss or log-probability of the tokens is computed, as when an engine reads a prompt.
     """
-    traffic = cluster.traffic
-    per_logit = traffic.forward_logit if with_logits else 0.0
-    moved = _moved_bytes(shape, sum(lengths), traffic.forward, per_logit, constants)
-    return _seconds(cluster, devices, forward_flops(shape, lengths).total, cluster.efficiency.forward, moved)
+    beside = cluster.overheads
+    per_logit = beside.forward_logit_bytes if with_logits else 0.0
+    moved = _moved_bytes(shape, sum(lengths), beside.forward_passes, per_logit, constants)
+    busy_s = _seconds(cluster, devices, forward_flops(shape, lengths).total, cluster.efficiency.forward, moved)
+    return max(busy_s, micro_batches * shape.layers * beside.forward_layer_s)
 
 
 def train_compute_s(
@@ -46,18 +49,23 @@ def train_compute_s(
     devices: int,
     lengths: Sequence[int],
     *,
+    micro_batches: int = 1,
     recompute: bool = True,
     constants: MemoryConstants | None = None,
 ) -> float:
     """Forward and backward passes over sequences of the given lengths, spread over `devices`.
 
-    Traffic without recomputation is that with it less one forward pass.
+    What is done beside products is without recomputation what it is with it, less one forward pass.
     """
-    traffic = cluster.traffic
-    passes = traffic.train if recompute else max(0.0, traffic.train - traffic.forward)
-    moved = _moved_bytes(shape, sum(lengths), passes, traffic.train_logit, constants)
+    beside = cluster.overheads
+    passes, start_s = beside.train_passes, beside.train_layer_s
+    if not recompute:
+        passes = max(0.0, passes - beside.forward_passes)
+        start_s = max(0.0, start_s - beside.forward_layer_s)
+    moved = _moved_bytes(shape, sum(lengths), passes, beside.train_logit_bytes, constants)
     flops = train_flops(shape, lengths, recompute=recompute)
-    return _seconds(cluster, devices, flops, cluster.efficiency.train, moved)
+    busy_s = _seconds(cluster, devices, flops, cluster.efficiency.train, moved)
+    return max(busy_s, micro_batches * shape.layers * start_s)
 
 
 def _moved_bytes(

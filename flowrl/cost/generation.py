@@ -80,7 +80,7 @@ class Replica:
         return self.tensor_parallel * self.pipeline
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
-        """Reading prompts: `C_f/(tp·F·eta_fwd) + 2·L·t_ar(2·h·T)` and traffic; a prompt's whole length is read, nothing is
+        """Reading prompts: `C_f/(tp·F·eta_fwd) + 2·L·t_ar(2·h·T)` and the rest; a prompt's whole length is read, nothing is
         shared.
 
         A pipeline of pp stages takes `prefill_tokens` at a time: `(all of this)/pp · (1 + (pp-1)/m)` for m times, and what stages

@@ -12,7 +12,7 @@ Nothing here imports torch; `Cluster.detect` does so when it is called.
 from __future__ import annotations
 
 from flowrl.mesh.cluster import Cluster
-from flowrl.mesh.devices import DEVICES, Device, Efficiency, Host, Traffic
+from flowrl.mesh.devices import DEVICES, Device, Efficiency, Host, Overheads
 from flowrl.mesh.layout import Coordinate, Layout
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
@@ -20,5 +20,5 @@ from flowrl.mesh.placement import Group, Placement, Role
 
 __all__ = [
     "DEVICES", "Cluster", "Coordinate", "Device", "Efficiency", "Group", "Host", "Layout", "Link", "Measured", "Mesh",
-    "Placement", "Role", "Traffic", "slices",
+    "Overheads", "Placement", "Role", "slices",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flowrl.errors import ConfigError
-from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Traffic, require_positive
+from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Overheads, require_positive
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
@@ -43,7 +43,7 @@ class Cluster:
     """Start of a message between devices. Assumed until measured."""
     measured: tuple[Measured, ...] = ()
     """Measured times; where there are some they go before the formulas."""
-    traffic: Traffic = field(default_factory=Traffic)
+    overheads: Overheads = field(default_factory=Overheads)
     calibrated_at: str = ""
     """When it was measured, as 2026-01-31 or with a time; "" for a cluster with published and assumed figures."""
     notes: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ class Cluster:
     def to_toml(self, path: str | Path | None = None) -> str:
         """The cluster as TOML text, written to `path` if given. Reading it back gives an equal cluster."""
         values = asdict(self)
-        tables = {key: values.pop(key) for key in ("device", "host", "efficiency", "traffic")}
+        tables = {key: values.pop(key) for key in ("device", "host", "efficiency", "overheads")}
         measured = values.pop("measured")
         blocks = [_lines(values)]
         blocks += [f"[{key}]\n{_lines(table)}" for key, table in tables.items()]
@@ -241,7 +241,7 @@ def _check_type(wanted: str, value: Any, where: str) -> None:
 
 def _cluster_from(found: dict[str, Any]) -> Cluster:
     table = dict(found)
-    for key, kind in (("device", Device), ("host", Host), ("efficiency", Efficiency), ("traffic", Traffic)):
+    for key, kind in (("device", Device), ("host", Host), ("efficiency", Efficiency), ("overheads", Overheads)):
         if key in table:
             table[key] = _make(cast(type[object], kind), table[key], key)
     measured = table.pop("measured", [])

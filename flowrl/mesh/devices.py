@@ -73,21 +73,23 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that pass through a device's memory beside its products: norms, activations, additions, the loss.
+class Overheads:
+    """What a layer and a loss cost beside their products with matrices: bytes that pass through memory, and starts of kernels.
 
-    With all of them 0, the default, the time of this traffic is part of `Efficiency.train` and `.forward`. A measured cluster
-    has both apart, because a small model spends more of its time on traffic than a large one ("Products and traffic" in
-    `flowrl/cost/compute.py`).
+    All are 0 by default, and `Efficiency.train` and `.forward` then stand for everything. A measured cluster has them apart,
+    because a small model spends more of its time on them than a large one ("Products and the rest" in `flowrl/cost/compute.py`).
     """
 
-    train: float = 0.0
-    """Forward, recomputed forward and backward: for each byte that a layer keeps of a token for its backward pass."""
-    forward: float = 0.0
-    """Forward only, for each of these bytes (which are then not kept)."""
-    train_logit: float = 0.0
-    """For each logit of a loss that is computed in chunks, forward, recomputed and backward."""
-    forward_logit: float = 0.0
+    train_passes: float = 0.0
+    """Forward, recomputed forward and backward: bytes moved for each byte that a layer keeps of a token for its backward pass."""
+    forward_passes: float = 0.0
+    """The same of a forward pass alone."""
+    train_logit_bytes: float = 0.0
+    """Moved for each logit of a loss in chunks: forward, recomputed and backward."""
+    forward_logit_bytes: float = 0.0
+    train_layer_s: float = 0.0
+    """Least time of a layer and micro-batch, however few its tokens: the host starts kernels one after the other."""
+    forward_layer_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive(self, *(field.name for field in fields(self)), zero=True)

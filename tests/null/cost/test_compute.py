@@ -9,15 +9,15 @@ from flowrl.cost.flops import forward_flops, train_flops
 from flowrl.cost.memory import activation_token_bytes
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
-from flowrl.mesh import Cluster, Traffic
+from flowrl.mesh import Cluster, Overheads
 
 SHAPE = ModelShape.of("Qwen2.5-0.5B")
 CLUSTER = Cluster.named("2xH200")
 LENGTHS = [512, 1024]
 
 
-def measured(**traffic: float) -> Cluster:
-    return replace(CLUSTER, traffic=Traffic(**traffic))
+def measured(**overheads: float) -> Cluster:
+    return replace(CLUSTER, overheads=Overheads(**overheads))
 
 
 def test_without_traffic_time_is_work_over_the_part_of_the_peak():
@@ -31,10 +31,10 @@ def test_traffic_adds_bytes_over_bandwidth():
     bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
     layers = SHAPE.layers * activation_token_bytes(SHAPE) * sum(LENGTHS)
     logits = SHAPE.vocab * sum(LENGTHS)
-    train = measured(train=7.0, train_logit=30.0)
+    train = measured(train_passes=7.0, train_logit_bytes=30.0)
     extra = train_compute_s(SHAPE, train, 1, LENGTHS) - train_compute_s(SHAPE, CLUSTER, 1, LENGTHS)
     assert extra == pytest.approx((7 * layers + 30 * logits) / bandwidth)
-    forward = measured(forward=2.0, forward_logit=6.0)
+    forward = measured(forward_passes=2.0, forward_logit_bytes=6.0)
     extra = forward_s(SHAPE, forward, 1, LENGTHS) - forward_s(SHAPE, CLUSTER, 1, LENGTHS)
     assert extra == pytest.approx((2 * layers + 6 * logits) / bandwidth)
     without = forward_s(SHAPE, forward, 1, LENGTHS, with_logits=False) - forward_s(SHAPE, CLUSTER, 1, LENGTHS)
@@ -42,20 +42,20 @@ def test_traffic_adds_bytes_over_bandwidth():
 
 
 def test_traffic_that_is_not_recomputed_is_one_forward_less():
-    both = measured(train=7.0, forward=2.0)
-    less = measured(train=5.0)
+    both = measured(train_passes=7.0, forward_passes=2.0)
+    less = measured(train_passes=5.0)
     kept = train_compute_s(SHAPE, both, 1, LENGTHS, recompute=False)
     assert kept == pytest.approx(train_compute_s(SHAPE, less, 1, LENGTHS, recompute=False))
 
 
 def test_a_score_head_has_no_logits():
     critic = replace(SHAPE, head="value")
-    plain, with_logits = measured(train=1.0), measured(train=1.0, train_logit=30.0)
+    plain, with_logits = measured(train_passes=1.0), measured(train_passes=1.0, train_logit_bytes=30.0)
     assert train_compute_s(critic, plain, 1, LENGTHS) == train_compute_s(critic, with_logits, 1, LENGTHS)
 
 
 def test_the_smaller_model_reaches_a_smaller_part_of_the_peak():
-    cluster = measured(train=6.0, train_logit=30.0)
+    cluster = measured(train_passes=6.0, train_logit_bytes=30.0)
     parts = []
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
         shape = ModelShape.of(name)
@@ -65,5 +65,14 @@ def test_the_smaller_model_reaches_a_smaller_part_of_the_peak():
 
 
 def test_negative_traffic_is_refused():
-    with pytest.raises(ConfigError, match="Traffic needs a finite number of at least 0 for train"):
-        Traffic(train=-1.0)
+    with pytest.raises(ConfigError, match="Overheads needs a finite number of at least 0 for train_passes"):
+        Overheads(train_passes=-1.0)
+
+
+def test_few_tokens_take_as_long_as_their_kernels_take_to_start():
+    starts = measured(train_layer_s=4e-3, forward_layer_s=1e-3)
+    assert forward_s(SHAPE, starts, 1, [8]) == pytest.approx(SHAPE.layers * 1e-3)
+    assert train_compute_s(SHAPE, starts, 1, [8, 8], micro_batches=2) == pytest.approx(2 * SHAPE.layers * 4e-3)
+    assert train_compute_s(SHAPE, starts, 1, [8], recompute=False) == pytest.approx(SHAPE.layers * 3e-3)
+    many = [4096] * 64
+    assert train_compute_s(SHAPE, starts, 1, many) == train_compute_s(SHAPE, CLUSTER, 1, many)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from flowrl.errors import ConfigError
-from flowrl.mesh import Cluster, Device, Efficiency, Host, Link, Measured, Mesh, Traffic
+from flowrl.mesh import Cluster, Device, Efficiency, Host, Link, Measured, Mesh, Overheads
 from flowrl.mesh.cluster import _cluster_from
 from flowrl.mesh.detect import of_cpu, of_gpus
 
@@ -179,7 +179,7 @@ def test_figures_make_sense() -> None:
 def test_what_a_measured_cluster_has_beside_published_figures_is_kept_in_its_file(tmp_path: Path) -> None:
     cluster = replace(
         Cluster.named("2xH200"),
-        traffic=Traffic(train=6.5, forward_logit=4.0),
+        overheads=Overheads(train_passes=6.5, forward_logit_bytes=4.0),
         efficiency=Efficiency(decode_hbm=0.8),
         calibrated_at="2026-01-31T12:00:00",
         notes=('to_host: "pinned" memory is refused', "broadcast: timed out"),
