@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState, state_cost
+from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState, StateCost, state_cost
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster
@@ -35,6 +35,9 @@ class MemoryConstants:
     norm_activation: float = 6
     """Bytes per token and unit that a norm keeps for its backward pass: Transformers' code keeps an fp32 copy and a bf16
     factor. A fused kernel keeps its bf16 input only, 2."""
+    norm_weight_activation: float = 2
+    """Of these, what only the gradient of the norm's own weight needs (twice as much where it is multiplied in fp32): nothing
+    of it is kept where adapters are trained and norms are not."""
     input_activation: float = 2
     """The same of the input of attention, and of the feed-forward block."""
     ffn_activation: float = 8
@@ -87,12 +90,22 @@ class TrainMemory:
     """Of one layer: bf16 before and fp32 in the reduction."""
     activation_bytes: float
     logit_bytes: float
-    total_bytes: float
-    """All together, with fragmentation and context."""
     idle_bytes: float
     """State that stays on the device in other phases."""
     host_bytes: float
     """On all hosts together."""
+    fragmentation: float
+    context_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All together, with fragmentation and context."""
+        state = self.state_bytes + self.gather_bytes + self.gradient_bytes
+        return (state + self.activation_bytes + self.logit_bytes) * self.fragmentation + self.context_bytes
+
+    def with_state(self, held: StateCost) -> TrainMemory:
+        """The same work with training state that lies elsewhere."""
+        return replace(self, state_bytes=held.train_bytes, idle_bytes=held.idle_bytes, host_bytes=held.host_bytes)
 
 
 def activation_token_bytes(
@@ -114,10 +127,17 @@ def activation_token_bytes(
     (0.5 % in a small Qwen3 model). An estimate, mostly low, for joined matrices, GPT-2, StarCoder2 and latent attention
     (counted as if expanded).
 
-    Tensor parallelism divides what heads and the feed-forward block keep; the rest only with sequence parallelism.
+    Tensor parallelism divides what heads and the feed-forward block keep. With sequence parallelism it divides what norms keep
+    too; the inputs of products stay whole, as torch keeps what it gathered for them (Megatron gathers it again). Both equal
+    what autograd saves of a layer that torch's `parallelize_module` has cut.
+
+    With adapters on every matrix each of them keeps `2·rank` besides. Where some matrices have none, this is an upper estimate:
+    what only their own gradients need is not kept.
     """
     keep = constants or MemoryConstants()
     per_norm = keep.norm_activation + (2 if shape.is_norm_fp32 else 0)
+    if shape.lora is not None:
+        per_norm -= keep.norm_weight_activation * (2 if shape.is_norm_fp32 else 1)
     ffn = keep.ffn_activation * shape.ffn
     routed = 0.0
     if shape.experts is not None:
@@ -132,8 +152,15 @@ def activation_token_bytes(
         kv = shape.heads * (shape.latent.qk_dim + shape.latent.value_dim) // 2
     inner = 4 * q + 4 * kv + 4 * shape.heads + qk_norm + ffn
     norms = len(shape.norms) * (per_norm * shape.hidden + 4)
-    outer = norms + 2 * keep.input_activation * shape.hidden + routed
-    return inner / tensor_parallel + outer / (tensor_parallel if sequence_parallel else 1)
+    inputs = 2 * keep.input_activation * shape.hidden + routed + _adapter_token_bytes(shape)
+    return inner / tensor_parallel + norms / (tensor_parallel if sequence_parallel else 1) + inputs
+
+
+def _adapter_token_bytes(shape: ModelShape) -> float:
+    """What adapters of one layer keep: the small vector between their two matrices, bf16."""
+    if shape.lora is None:
+        return 0.0
+    return 2.0 * shape.lora.rank * sum(weight.kind == "lora_a" for weight in shape.lora_modules()) / shape.layers
 
 
 def logit_bytes(
@@ -184,7 +211,9 @@ def train_memory(
         logits      see logit_bytes; on the last stage
         total       (all of these)·fragmentation + context
 
-    `shards` are those of the weights besides tensor and pipeline parallelism; layers are spread evenly over stages.
+    `shards` are those of the weights besides tensor and pipeline parallelism; layers are spread evenly over stages. With tensor
+    parallelism a group works on the `tokens` together. Of a mixture of experts a device gathers all experts of a layer, as
+    parallelism over experts is not modelled.
     """
     keep, at = constants or MemoryConstants(), stage or Stage()
     held = state_cost(
@@ -214,16 +243,16 @@ def train_memory(
     if at.is_last:
         mine = math.ceil(here)
         logits = logit_bytes(shape, mine, loss=loss, chunk=chunk, tensor_parallel=tensor_parallel, constants=keep)
-    used = held.train_bytes + gather + gradients + activations + logits
     return TrainMemory(
         state_bytes=held.train_bytes,
         gather_bytes=gather,
         gradient_bytes=gradients,
         activation_bytes=activations,
         logit_bytes=logits,
-        total_bytes=used * keep.fragmentation + keep.context_bytes,
         idle_bytes=held.idle_bytes,
         host_bytes=held.host_bytes,
+        fragmentation=keep.fragmentation,
+        context_bytes=keep.context_bytes,
     )
 
 

@@ -5,11 +5,14 @@
 | NONE | all | all | 0 | Adam on the device |
 | PARK | all | 0 | all | + there and back once per step |
 | STREAM_ALL | 0 | 0 | all | per micro-batch: weights in twice, gradients out; Adam on the CPU |
-| CPU_OPTIMIZER | weights and gradients, bf16 | weights | optimizer | gradients out, weights in; Adam on the CPU |
+| CPU_OPTIMIZER | bf16 weights, and gradients | weights | optimizer | gradients out, weights in; Adam on the CPU |
 | STREAM_OPTIMIZER | the same and buckets | weights | optimizer | optimizer state in (out meanwhile); Adam on the device |
 
 `PARK` is what the param_offload and optimizer_offload switches of other frameworks do: the state is on the device while
 training. `STREAM_ALL` is FSDP2's CPUOffloadPolicy; `CPU_OPTIMIZER` is ZeRO-Offload (arXiv 2101.06840).
+
+No class changes numerics: where the optimizer is elsewhere, weights on the device are bf16 copies of its fp32 ones, which is
+what a layer computes with in any case, and gradients keep the precision that the optimizer's state says (`gradient_bytes`).
 """
 
 from __future__ import annotations
@@ -47,9 +50,12 @@ class OptimizerState:
     """Of these, what only the optimizer's step reads: master copy and moments."""
     traffic_bytes: float
     """Read and written by one step."""
+    gradient_bytes: float = 2
+    """Of a gradient between micro-batches. Summing in bf16 loses what fp32 keeps, so that two states which differ in it differ in
+    numerics."""
 
 
-ADAM_FP32 = OptimizerState("adam_fp32", 16, 12, 28)
+ADAM_FP32 = OptimizerState("adam_fp32", 16, 12, 28, gradient_bytes=4)
 """FSDP2: weights, gradients and both moments in fp32. A step reads four of them and writes three."""
 ADAM_MASTER = OptimizerState("adam_master", 16, 12, 28)
 """bf16 weights and gradients, fp32 master copy and moments."""
@@ -86,7 +92,7 @@ class OffloadConstants:
     num_buckets: int = 2
     """One computes while the other is copied."""
     weight_bytes: float = 2
-    """Of a weight and of a gradient on the device where the optimizer is elsewhere."""
+    """Of a weight on the device where the optimizer is elsewhere."""
     stored_bytes: float = 4
     """Of a weight and of a gradient that crosses to the host under STREAM_ALL."""
 
@@ -142,7 +148,7 @@ def state_cost(
             step_s, buckets = on_host_s + copies, 0.0
         case Offload.STREAM_OPTIMIZER:
             step_s, buckets = optimizer / pcie + on_device_s, keep.num_buckets * keep.bucket_bytes
-    on_device = (weights + keep.weight_bytes * trained) / shards + buckets
+    on_device = (weights + state.gradient_bytes * trained) / shards + buckets
     return StateCost(
         on_device,
         0.0 if park_weights else weights / shards,

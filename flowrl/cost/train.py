@@ -1,16 +1,16 @@
 """Time of a training step with fully sharded weights: compute, communication and copies, as far as they overlap.
 
 [Note: Sharded, tensor-parallel, in stages]
-A trainer's G devices are dp · pp · fsdp · tp, the last one fastest. The tp devices of a group, neighbours inside a node, work on the
-same tokens, each with its block of every matrix. The fsdp devices with the same block gather it layer by layer. So G/(tp·pp) ranks
-have tokens of their own; each gathers 1/tp of the bytes, for tp times as many tokens at once. What is added are exchanges of
-activations, two in each layer and pass, which nothing hides: the next product needs them.
+A trainer's G devices are dp · pp · fsdp · tp, the last one fastest. The tp devices of a group, neighbours inside a node, work on
+the same tokens, each with its block of every matrix. The fsdp devices with the same block gather it layer by layer. So G/(tp·pp)
+ranks have tokens of their own; each gathers 1/tp of the bytes, for tp times as many tokens at once. What is added are exchanges
+of activations, two in each layer and pass, which nothing hides: the next product needs them.
 
-With `sequence_parallel` an exchange is a reduce-scatter and later an all-gather, of the same bytes; norms and what is kept of them
-are then cut over the tp devices too.
+With `sequence_parallel` an exchange is a reduce-scatter and later an all-gather, of the same bytes; norms and what is kept of
+them are then cut over the tp devices too.
 
-Not modelled: products that run less well because they are smaller, exchanges that overlap with products piece by piece, sequences
-that do not fill micro-batches evenly, and parallelism over experts (every device gathers all experts of a layer).
+Not modelled: products that run less well because they are smaller, exchanges that overlap with products piece by piece,
+sequences that do not fill micro-batches evenly, and parallelism over experts (every device gathers all experts of a layer).
 """
 
 from __future__ import annotations
