@@ -103,8 +103,8 @@ def _trained(state: OptimizerState, offload: Offload) -> _Widths:
     """How the bytes of a trained parameter are divided. Optimizers that keep no copy of the weights have them in fp32."""
     on_host = ON_HOST[offload]
     is_copied = state.optimizer_bytes < state.total_bytes and state.name != ADAM_FP32.name
-    if is_copied or on_host == "optimizer":  # bf16 weights and gradients; what remains is the optimizer's
-        return _Widths(HALF, 2, 2, state.optimizer_bytes, on_host)
+    if is_copied or on_host == "optimizer":  # bf16 weights; what remains is the optimizer's
+        return _Widths(HALF, 2, state.gradient_bytes, state.optimizer_bytes, on_host)
     return _Widths(FULL, 4, 4, state.total_bytes - 8, on_host)
 
 

@@ -141,6 +141,10 @@ class Workload:
         """Tokens of `count` sequences, prompt and response together."""
         return _totals(self, count)
 
+    def mean_total(self, count: int) -> float:
+        """Mean tokens of `count` sequences."""
+        return _mean(self, count)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence there can be: a micro-batch must hold it."""
@@ -151,3 +155,8 @@ class Workload:
 def _totals(workload: Workload, count: int) -> tuple[int, ...]:
     prompts, responses = workload.sequences(count)
     return tuple(a + b for a, b in zip(prompts, responses, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _mean(workload: Workload, count: int) -> float:
+    return sum(_totals(workload, count)) / count

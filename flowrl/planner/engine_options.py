@@ -1,0 +1,95 @@
+"""Options of a sampling engine: tensor parallelism, stages, and its share of a device's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flowrl.cost.generation import Replica, generate
+from flowrl.cost.memory import engine_weight_bytes
+from flowrl.cost.train import can_split
+from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.planner.choices import Choices, Option, Setting
+from flowrl.planner.roles import Call, Role
+from flowrl.planner.workload import Workload
+
+
+def engine_options(
+    role: Role, cluster: Cluster, mesh: Mesh, workload: Workload, choices: Choices, asked: Layout | None = None
+) -> Iterator[Option]:
+    """Every way in which an engine holds the longest sequence.
+
+    Stages come in only where no tensor parallelism inside a node does: then the fewest stages that do, with as much tensor
+    parallelism as there is. Copies of the engine fill the mesh.
+    """
+    degrees = [tp for tp in choices.tensor_parallel if tp <= cluster.devices_per_node and _splits(role, tp)]
+    pairs = [[(tp, 1) for tp in degrees if mesh.size % tp == 0]]
+    for stages in sorted(choices.pipeline):
+        fitting = [tp for tp in degrees if mesh.size % (tp * stages) == 0]
+        if stages > 1 and fitting and stages <= role.shape.layers:
+            pairs.append([(max(fitting), stages)])
+    if asked is not None:
+        is_engine = asked.fsdp == 1 and asked.size == mesh.size and asked.pp <= role.shape.layers
+        pairs = [[(asked.tp, asked.pp)]] if is_engine and _splits(role, asked.tp) else []
+    known: dict[tuple[object, ...], float] = {}
+    for group in pairs:
+        found = [one for tp, stages in group for one in _of(role, cluster, mesh, workload, choices, tp, stages, known)]
+        yield from found
+        if found:
+            return
+
+
+def _splits(role: Role, tp: int) -> bool:
+    return can_split(role.shape, tp, repeats_kv=True)
+
+
+def _of(
+    role: Role,
+    cluster: Cluster,
+    mesh: Mesh,
+    workload: Workload,
+    choices: Choices,
+    tp: int,
+    stages: int,
+    known: dict[tuple[object, ...], float],
+) -> Iterator[Option]:
+    """Of one layout, every share of memory."""
+    shape, capacity = role.shape, cluster.device.memory_bytes
+    replicas = mesh.size // (tp * stages)
+    layout = Layout(dp=replicas, tp=tp, pp=stages)
+    weights = engine_weight_bytes(shape, tensor_parallel=tp, pipeline=stages, weight_bytes=choices.engine.weight_bytes)
+    for share in choices.utilization:
+        replica = Replica(shape, cluster, tp, replace(choices.engine, utilization=share), stages)
+        if replica.capacity_tokens(choices.memory) < workload.longest:
+            continue
+        seconds = tuple(_generate_s(replica, call, workload, replicas, choices, known) for call in role.calls)
+        settings: tuple[tuple[str, Setting], ...] = (("utilization", share),)
+        used = share * capacity
+        if role.weights_from:  # sleeps without weights: new ones come in every step
+            yield Option(role.name, layout, seconds, 0.0, used, handover_bytes=weights, settings=settings)
+            continue
+        yield Option(role.name, layout, seconds, weights, used - weights, settings=(*settings, ("offload", "none")))
+        load_s = weights / cluster.host_link.bytes_s
+        parked = tuple(time + call.share * load_s for time, call in zip(seconds, role.calls, strict=True))
+        settings = (*settings, ("offload", "park"))
+        host_bytes = choices.engine.weight_bytes * shape.params() * replicas
+        yield Option(role.name, layout, parked, 0.0, used, host_bytes, settings=settings)
+
+
+def _generate_s(
+    replica: Replica,
+    call: Call,
+    workload: Workload,
+    replicas: int,
+    choices: Choices,
+    known: dict[tuple[object, ...], float],
+) -> float:
+    prompts, responses = workload.sequences(call.sequences)
+    mean = workload.mean_total(call.sequences)
+    # more slots than sequences change nothing; the cache holds the longest sequence, so a slot there is
+    slots = min(replica.max_batch(mean, choices.memory), math.ceil(call.sequences / replicas))
+    key = (replica.tensor_parallel, replica.pipeline, slots, call.node)
+    if key not in known:
+        known[key] = generate(replica, prompts, responses, replicas=replicas, max_batch=slots).total_s
+    return call.share * known[key]
