@@ -4,7 +4,8 @@ import pytest
 
 from flowrl.cost.shapes import ModelShape
 from flowrl.mesh import Cluster, Layout, Mesh
-from flowrl.planner.boxes import Holding
+from flowrl.planner import handover
+from flowrl.planner.boxes import Holding, even_stages
 from flowrl.planner.handover import Side, far_bytes, handover_s, kept_bytes, need_bytes
 from flowrl.planner.reshard import aligned, received_bytes, reshard
 
@@ -34,6 +35,21 @@ def test_received_apart(name):
     target = Holding(Layout(dp=size // tp, tp=tp), range(size), kv_heads=shape.kv_heads)
     exact = max(received_bytes(shape.modules(), source, target).values())
     assert need_bytes(shape, tp) == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.parametrize("trainer, engine", [("f4t2", "d4t2"), ("f2t4", "d2t4"), ("d2f2t2", "d4t2"), ("f8", "p2t4"),
+                                             ("f4t2", "d2t4"), ("f2t4", "d4t2"), ("t8", "t8")])  # fmt: skip
+@pytest.mark.parametrize("apart", [False, True])
+def test_received_from_tensor_parallel_trainers_and_by_stages(trainer, engine, apart):
+    given, taken = Layout.parse(trainer), Layout.parse(engine)
+    stages = even_stages(LLAMA_8B.layers, taken.pp) if taken.pp > 1 else ()
+    source = Holding(given, range(8 * apart, 8 * apart + 8), kv_heads=8)
+    target = Holding(taken, range(8), kv_heads=8, stage_layers=stages)
+    if given.tp == 1 and not apart:
+        source = aligned(source, target)
+    exact = max(received_bytes(LLAMA_8B.modules(), source, target).values())
+    closed = handover.received_bytes(LLAMA_8B, Side(Mesh(8 * apart, 8), given), Side(Mesh(0, 8), taken))
+    assert closed == pytest.approx(exact, rel=2e-3, abs=1e6)  # norms stay too where both are cut alike
 
 
 def test_from_another_node():

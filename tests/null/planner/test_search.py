@@ -256,7 +256,12 @@ def test_a_large_model_on_one_node():
     shape = ModelShape.of("meta-llama/Llama-2-70b-hf")
     work = Workload(256, Lengths.fixed(512), Lengths.fixed(512))
     roles = group_roles(shape, shape, 256)
-    cases = ((ADAM_MASTER, 840e9, True), (ADAM_MASTER, 760e9, False), (ADAM_FP32, 980e9, True), (ADAM_FP32, 840e9, False))
+    cases = (
+        (ADAM_MASTER, 840e9, True),
+        (ADAM_MASTER, 760e9, False),
+        (ADAM_FP32, 980e9, True),
+        (ADAM_FP32, 840e9, False),
+    )
     for state, host_bytes, fits in cases:
         machine = Cluster.named("8xA100-80G").with_memory(host_bytes=int(host_bytes))
         best = search(Problem(roles, machine, work, choices=Choices(optimizers=(state,)))).best
