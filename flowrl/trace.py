@@ -17,6 +17,13 @@ from typing import Any, Self
 
 from flowrl.errors import RunError
 
+NODE_KIND = "kind"
+"""Attribute of an event: kind of its node."""
+STEP = "plan_step"
+"""Attribute of an event: the step of a plan that it is."""
+MEMORY = ("device_bytes", "process_bytes")
+"""Attributes of an event with the memory of its work: peak of the device, or what the whole process had resident."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

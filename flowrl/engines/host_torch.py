@@ -115,15 +115,29 @@ class TorchHost:
         """Longest prompt plus response in tokens; None for no limit."""
         return self._context
 
+    @property
+    def device(self) -> str:
+        """Of the module."""
+        return str(self.forward.device)
+
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """One response per request, in order, with the newest weights."""
         if self._sampler is None:
             self._sampler = self._open_sampler()
-        if self._sampler.version != self.version:
-            self._sampler.load(self.weights.named(), self.version)
+        self.publish()
         return self._sampler.generate(requests, options)
+
+    def publish(self) -> int:
+        """Bring the newest weights to the sampler; bytes copied, 0 where it has them or shares the module."""
+        sampler = self._sampler
+        if sampler is None or sampler.version == self.version:
+            return 0
+        sampler.load(self.weights.named(), self.version)
+        if isinstance(sampler, TransformersSampler) and sampler.shared:
+            return 0
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights.named())
 
     def _open_sampler(self) -> Sampler:
         if self.spec.sampler != "vllm":

@@ -89,6 +89,13 @@ class NullHost:
     def max_context(self) -> int | None:
         return self.spec.max_context
 
+    @property
+    def device(self) -> str:
+        return ""
+
+    def publish(self) -> int:
+        return 0  # it samples from the weights that an update moves
+
     def log_distribution(self, temperature: float) -> np.ndarray:
         """[V] nats."""
         logits = self.base + self.weights[np.arange(len(self.base)) % WIDTH]

@@ -181,7 +181,19 @@ class Host(Protocol):
         """Longest prompt plus response; None for no limit."""
         ...
 
+    @property
+    def device(self) -> str:
+        """Where its weights are: `cpu`, `cuda:0`; empty for an engine without a device."""
+        ...
+
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]: ...
+
+    def publish(self) -> int:
+        """Bring the newest weights to the sampler now, not at its next `generate`; bytes copied.
+
+        0 where the sampler looks at these very weights, has them already, or is not open yet.
+        """
+        ...
 
     def logprobs(self, rows: TokenRows) -> Ragged:
         """[T] float32 nats of each response token, at each row's temperature."""

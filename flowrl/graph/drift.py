@@ -70,6 +70,18 @@ def without_drift(graph: Graph, *, allowed: bool) -> tuple[Graph, tuple[Drift, .
     return changed if drift else graph, drift
 
 
+def code_in(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """(name, hash) of every operator, loss and function that a graph holds, sub-graphs included; sorted, each once."""
+    found: set[tuple[str, str]] = set()
+
+    def noted(value: Any) -> Any:
+        found.add((value.path if isinstance(value, FunctionRef) else value.name, value.hash))
+        return value
+
+    _mapped(graph, noted)
+    return tuple(sorted(found))
+
+
 def _now(value: Any) -> Any:
     """The operator, loss or function behind a value of a text, where its hash is another one now; else None.
 

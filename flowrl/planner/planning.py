@@ -14,6 +14,7 @@ from typing import Any
 
 from flowrl.errors import CheckError, ConfigError, PlanError
 from flowrl.graph.checks import find_problems
+from flowrl.graph.drift import code_in
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.graph.passes import optimise
@@ -74,7 +75,7 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     """
     if found.best is None:
         raise PlanError("FR-P01: no plan fits")
-    return replace(plan_of(found.problem, found.best, graph), searched=_searched(found))
+    return replace(plan_of(found.problem, found.best, graph), operator_hashes=code_in(graph), searched=_searched(found))
 
 
 def _searched(found: Found) -> Searched:

@@ -24,6 +24,7 @@ from flowrl.runtime.options import Options
 from flowrl.schema.columns import nearest
 
 if TYPE_CHECKING:
+    from flowrl.planner.steps import Plan
     from flowrl.runtime.local import Run
 
 
@@ -40,6 +41,8 @@ class Recipe:
     engine: str = "torch"
     """`torch`, or `null`: no models, a dry run in milliseconds."""
     options: Options = field(default_factory=Options)
+    plan: Plan | None = None
+    """Executed step by step, as in `fr.run_local`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.flow, Flow | Graph):
@@ -112,6 +115,7 @@ class Recipe:
             seed=self.seed,
             engine=self.engine,
             options=self.options,
+            plan=self.plan,
             **self.inputs,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,19 @@ class StepLog:
     """Wall time by kind of node."""
     notes: list[str] = field(default_factory=list)
     """Things a person should see: a short batch, flagged rows."""
+
+    @classmethod
+    def joined(cls, logs: Iterable[StepLog]) -> StepLog:
+        """One log of several, as if what they tell had happened one after the other."""
+        whole = cls()
+        for log in logs:
+            whole.written += log.written
+            whole.updates += log.updates
+            whole.extra.update(log.extra)
+            whole.notes += log.notes
+            for kind, spent in log.seconds.items():
+                whole.seconds[kind] = whole.seconds.get(kind, 0.0) + spent
+        return whole
 
 
 @dataclass

@@ -78,29 +78,39 @@ class Executor:
 
     def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
         """Run one iteration of the flow; returns every computed value by node name, and the step's log."""
-        log = StepLog()
-        context = Context(
-            self.graph, number, self.seed, self.max_tokens, self.memory, log, self.data,
+        context = self._context(number)
+        self._evaluate(context)
+        return context.values, context.log
+
+    def _context(self, number: int) -> Context:
+        return Context(
+            self.graph, number, self.seed, self.max_tokens, self.memory, StepLog(), self.data,
             run_body=self._run_body, reward_workers=self.reward_workers,
         )  # fmt: skip
-        self._evaluate(context)
-        return context.values, log
 
     def _evaluate(self, context: Context) -> None:
         asked = needed(context.graph, context.step)
         for node in context.graph:
-            if node.name not in asked or node.name in context.values:
-                continue
-            if self.before is not None:
-                self.before(node, context.path)
-            start = time.perf_counter()
-            value = self._value(node, context)
-            context.values[node.name] = value
-            end = time.perf_counter()
-            if node.kind not in ("input", "refill"):
-                context.log.seconds[node.kind] = context.log.seconds.get(node.kind, 0.0) + end - start
-            if self.after is not None:
-                self.after(node, value, start, end, context.path)
+            if node.name in asked and node.name not in context.values:
+                self._run(node, context)
+
+    def _run(self, node: Node, context: Context) -> None:
+        """Compute one node, whose inputs are there."""
+        value, start, end = self._timed(node, context)
+        context.values[node.name] = value
+        if self.after is not None:
+            self.after(node, value, start, end, context.path)
+
+    def _timed(self, node: Node, context: Context) -> tuple[Value, float, float]:
+        """(value, start, end) of a node."""
+        if self.before is not None:
+            self.before(node, context.path)
+        start = time.perf_counter()
+        value = self._value(node, context)
+        end = time.perf_counter()
+        if node.kind not in ("input", "refill"):
+            context.log.seconds[node.kind] = context.log.seconds.get(node.kind, 0.0) + end - start
+        return value, start, end
 
     def _value(self, node: Node, context: Context) -> Value:
         if node.kind == "input":

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowrl.engines import open_engine
 from flowrl.engines.protocol import Host
@@ -29,6 +29,12 @@ from flowrl.runtime.observe import Observation, describe
 from flowrl.runtime.options import OPTION_NAMES, Options
 from flowrl.schema.columns import nearest
 from flowrl.store.rows import RowBatch
+from flowrl.trace import Event
+
+if TYPE_CHECKING:
+    from flowrl.planner.measured import Comparison
+    from flowrl.planner.steps import Plan
+    from flowrl.runtime.planned import Bound
 
 USE_OF = {
     "rollout": "generate",
@@ -58,6 +64,10 @@ class Run:
     hosts: dict[str, Host] = field(default_factory=dict)
     last: dict[str, Value] = field(default_factory=dict)
     """Values of the last step by node name."""
+    plan: Plan | None = None
+    """The plan that was executed."""
+    events: list[Event] = field(default_factory=list)
+    """What a planned run measured, where it has no folder to write it to (else see its `trace.jsonl`)."""
 
     def rows(self, node: str | None = None) -> RowBatch:
         """Rows a node gave in the last step; without a name, those of the flow's first output that is a table."""
@@ -91,6 +101,19 @@ class Run:
             raise RunError(f"no step has a metric '{metric}'; {nearest(metric, self.metrics[-1])}")
         return found
 
+    def compare(self) -> Comparison:
+        """What the plan predicted beside what the run measured, step by step; `print` it. The first iteration does not count.
+
+        Errors: RunError for a run without a plan.
+        """
+        from flowrl.planner.measured import compare, compare_run
+
+        if self.plan is None:
+            raise RunError(
+                f"the run of '{self.graph.name}' had no plan to compare with; give one: run_local(..., plan=plan)"
+            )
+        return compare(self.plan, self.events) if self.path is None else compare_run(self.path)
+
     def close(self) -> None:
         for host in self.hosts.values():
             host.close()
@@ -113,6 +136,7 @@ def run_local(
     seed: int = 0,
     engine: str = "torch",
     options: Options | None = None,
+    plan: Plan | None = None,
     **inputs: Any,
 ) -> Run:
     """Run `flow` for `steps` iterations in this process.
@@ -125,10 +149,13 @@ def run_local(
         options: an `Options`; single options may also be given by name (`batch=8, max_tokens=64, progress="off"`).
         inputs: one value for each input of the flow: data (list of dicts, Arrow table, Hugging Face data set, JSONL path, or
             `fr.Data`) for tables, `fr.Model` (or a Hugging Face name or path) for models.
+        plan: executed step by step, with its settings on the models; the numbers are those of a run without it and with these
+            settings. `run.compare()` tells predicted from measured.
 
-    Errors: CheckError with all problems of the flow, before any model is loaded; TraceError for a graph's text whose
-    operators have changed, unless `allow_drift=True`; ConfigError for inputs that are missing or unknown; DataError for data
-    that does not fit. Ctrl-C marks the run interrupted, closes its files and goes on up.
+    Errors: CheckError with all problems of the flow, before any model is loaded; TraceError for a graph's text, or a plan, whose
+    operators have changed, unless `allow_drift=True`; ConfigError for inputs that are missing or unknown, and for a plan of
+    another graph or of several devices; DataError for data that does not fit. Ctrl-C marks the run interrupted, closes its files
+    and goes on up.
     """
     given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _input_names(flow)}
     if options is not None and not isinstance(options, Options):
@@ -144,29 +171,59 @@ def run_local(
         raise ConfigError(f"run_local needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
     graph, drift = without_drift(graph, allowed=settings.allow_drift)
     prepared = prepare(graph, inputs, settings, seed)
+    bound: Bound | None = None
+    if plan is not None:
+        prepared, bound = _bound(plan, prepared, settings)
+        drift = (*drift, *bound.drift)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
-    run = Run(prepared.graph, prepared.notes, None, hosts=hosts)
+    run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
     about = describe(
         prepared.graph, prepared.notes, prepared.models, prepared.data, settings, steps=steps, seed=seed, engine=engine
     )
+    if bound is not None:
+        about["plan"] = bound.about
     if drift:
         about["drift"] = {change.name: {"then": change.then, "now": change.now} for change in drift}
-    with Observation(run, settings, about, steps=steps) as observation:
-        executor = Executor(
-            prepared.graph,
-            hosts,
-            prepared.data,
-            seed,
-            settings.max_tokens,
-            before=observation.node_begins,
-            after=observation.node_done,
-            reward_workers=settings.reward_workers,
-        )
+    with Observation(run, settings, about, steps=steps, bound=bound) as observation:
+        executor = _executor(prepared, hosts, seed, settings, observation, bound)
         for step in range(steps):
             observation.step_begins(step)
             run.last, log = executor.step(step)
             observation.step_done(step, log)
     return run
+
+
+def _bound(plan: Plan, prepared: Prepared, settings: Options) -> tuple[Prepared, Bound]:
+    from flowrl.runtime.planned import bind
+
+    bound = bind(plan, prepared.graph, prepared.models, allow_drift=settings.allow_drift)
+    return replace(prepared, models=bound.applied.models, notes=(*prepared.notes, *bound.notes)), bound
+
+
+def _executor(
+    prepared: Prepared,
+    hosts: dict[str, Host],
+    seed: int,
+    settings: Options,
+    observation: Observation,
+    bound: Bound | None,
+) -> Executor:
+    shared: dict[str, Any] = {
+        "graph": prepared.graph,
+        "hosts": hosts,
+        "data": prepared.data,
+        "seed": seed,
+        "max_tokens": settings.max_tokens,
+        "before": observation.node_begins,
+        "after": observation.node_done,
+        "reward_workers": settings.reward_workers,
+    }
+    if bound is None:
+        return Executor(**shared)
+    from flowrl.runtime.planned import PlannedExecutor, refuse_offload
+
+    refuse_offload(bound.plan, hosts)
+    return PlannedExecutor(**shared, program=bound.program, observer=observation)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from flowrl.engines import REMARKS
+from flowrl.engines.meter import open_meter
 from flowrl.engines.protocol import Host
 from flowrl.errors import RunError
 from flowrl.graph import packs
@@ -27,7 +28,11 @@ from flowrl.runtime.options import Options
 from flowrl.runtime.progress import open_progress
 from flowrl.runtime.rundir import RunDir
 from flowrl.store.rows import RowBatch
-from flowrl.trace import Event
+from flowrl.trace import NODE_KIND, STEP, Event
+
+if TYPE_CHECKING:
+    from flowrl.planner.steps import Step
+    from flowrl.runtime.planned import Bound, Moved
 
 SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "answer", "reward", "finish_reason", "row_error")
 """What is kept of a sampled row for people, where it is there."""
@@ -37,6 +42,7 @@ class Observed(Protocol):
     """What is observed: a run."""
 
     graph: Graph
+    events: list[Event]
     notes: tuple[str, ...]
     path: Any
     metrics: list[dict[str, float]]
@@ -47,11 +53,17 @@ class Observed(Protocol):
 class Observation:
     """Context manager around the steps of a run: opens the files, follows every node and step, closes the files."""
 
-    def __init__(self, run: Observed, options: Options, info: Mapping[str, Any], *, steps: int) -> None:
+    def __init__(
+        self, run: Observed, options: Options, info: Mapping[str, Any], *, steps: int, bound: Bound | None = None
+    ) -> None:
+        """`bound`: the plan that is executed; its steps are measured, and kept in the run where there is no folder for them."""
         self.run = run
         self.options = options
         self.step = 0
         self.started = 0.0
+        self.planned = {} if bound is None else bound.program.steps
+        self.keeps_events = bound is not None and options.out is None
+        self.meter = open_meter(host.device for host in run.hosts.values())
         self.writers = trained_writers(run.graph)
         self.folder: RunDir | None = None
         name = options.name or (run.graph.name if run.graph.name.isidentifier() else "run")  # a lambda has no name
@@ -60,6 +72,8 @@ class Observation:
             run.path = self.folder.path
             self.folder.write_graph(str(run.graph))
             self.folder.write_info(info)
+            if bound is not None:
+                self.folder.write_plan(bound.plan.to_json())
         self.progress = open_progress(
             options.progress, name=name, steps=steps, path=run.path, remark=REMARKS.get(info.get("engine", ""), "")
         )
@@ -107,23 +121,59 @@ class Observation:
 
     def node_begins(self, node: Node, path: str) -> None:
         self.progress.phase(path + node.name)
+        if path + node.name in self.planned:
+            self.meter.begin()
 
     def node_done(self, node: Node, value: Value, start: float, end: float, path: str) -> None:
         """Trace one node's work and record its rows where asked."""
-        if self.folder is None:
+        self._trace(node, value, start, end, path)
+        self._record(node, value, path)
+
+    def node_ahead(self, node: Node, value: Value, start: float, end: float) -> None:
+        """Trace a node that a plan has computed on an earlier table; its rows are those of `node_joined`."""
+        self._trace(node, value, start, end, "")
+
+    def node_joined(self, node: Node, value: Value) -> None:
+        self._record(node, value, "")
+
+    def step_moved(self, step: Step, moved: Moved, start: float, end: float) -> None:
+        """Trace a step of a plan that computes nothing."""
+        self._add(Event(str(step.kind), step.node, self.step, start, end, 0, moved.num_bytes,
+                        {STEP: step.name, "did": moved.did}))  # fmt: skip
+
+    def _trace(self, node: Node, value: Value, start: float, end: float, path: str) -> None:
+        if self.folder is None and not self.keeps_events:
             return
-        name = path + node.name
         batch = value.batch if isinstance(value, Table) else None
-        offset = time.time() - time.perf_counter()
-        event = Event(
-            "compute", name, self.step, start + offset, end + offset,
-            len(batch) if batch is not None else 0, batch.nbytes if batch is not None and node.kind != "input" else 0,
-            {"kind": node.kind},
+        attributes: dict[str, Any] = {NODE_KIND: node.kind}
+        if path + node.name in self.planned:
+            # the meter waits for the device, which a step's time must cover: what it launched is its own
+            attributes |= {STEP: self.planned[path + node.name], f"{self.meter.what}_bytes": self.meter.end()}
+            end = time.perf_counter()
+        self._add(
+            Event(
+                "compute", path + node.name, self.step, start, end,
+                len(batch) if batch is not None else 0, batch.nbytes if batch is not None and node.kind != "input" else 0,
+                attributes,
+            )
         )  # fmt: skip
-        self.folder.trace.add(event)
-        if batch is not None and ("*" in self.options.record or name in self.options.record):
+
+    def _add(self, event: Event) -> None:
+        """Keep an event, whose times are those of `time.perf_counter`."""
+        offset = time.time() - time.perf_counter()
+        event = replace(event, start_s=event.start_s + offset, end_s=event.end_s + offset)
+        if self.folder is not None:
+            self.folder.trace.add(event)
+        elif self.keeps_events:
+            self.run.events.append(event)
+
+    def _record(self, node: Node, value: Value, path: str) -> None:
+        name = path + node.name
+        if self.folder is None or not isinstance(value, Table):
+            return
+        if "*" in self.options.record or name in self.options.record:
             with self._writing(self.folder):
-                self.folder.write_edge(self.step, name, batch)
+                self.folder.write_edge(self.step, name, value.batch)
 
     def step_done(self, step: int, log: StepLog) -> None:
         """Turn what the step logged into metrics, and show and write them."""

@@ -2,6 +2,7 @@
 
     runs/grpo-3/
       graph.txt                         the flow as it ran
+      plan.json                         the plan, of a run that was given one
       run.json                          configuration, seed, versions, operators, models, status
       metrics.jsonl                     one object per step
       samples.jsonl                     sampled responses with what was made of them
@@ -132,6 +133,11 @@ class RunDir:
 
     def write_graph(self, text: str) -> None:
         _replace(self.path / "graph.txt", text if text.endswith("\n") else text + "\n")
+
+    def write_plan(self, text: str) -> None:
+        """`plan.json`, which `flowrl.planner.measured` reads beside the trace."""
+        self._must_write()
+        _replace(self.path / "plan.json", text)
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         """Add to `run.json`. `status` and the like are kept by `finish`."""

@@ -1,0 +1,374 @@
+"""A plan executed in one process: the numbers of a run without it, its order, its moves, what it refuses, what it writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import flowrl as fr
+from examples.flows.dapo import dapo
+from examples.flows.grpo import grpo, grpo_moving_ref
+from examples.flows.ppo import ppo, ppo_warm
+from flowrl.engines.null import NullHost
+from flowrl.errors import ConfigError, RunError, TraceError
+from flowrl.mesh import Layout, Mesh
+from flowrl.planner.measured import compare_run
+from flowrl.planner.steps import Plan
+from flowrl.planner.tasks import StepKind
+from flowrl.recipe import Recipe
+from flowrl.runtime.options import Options
+from flowrl.runtime.rundir import RunDir
+from flowrl.store.rows import RowBatch
+from tests.null.runtime.plans import calls, compute, move, numbers, plan_of
+from tests.null.test_flows_run import FLOWS, MODEL, PROMPTS
+
+MODELS = {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}
+PPO = {**MODELS, "critic": fr.Model(None, head="value"), "judge": fr.Model(None, head="reward")}
+
+
+@pytest.fixture(autouse=True)
+def _plain_math(monkeypatch):
+    # math-verify is slow to import and not what is tested here
+    monkeypatch.setattr(
+        "flowrl_operators.rewards.math.function", lambda response, answer, **_: float(answer in response)
+    )
+
+
+def run(flow: Any, inputs: dict[str, Any], **options: Any) -> fr.Run:
+    given = {
+        "steps": 3,
+        "engine": "null",
+        "out": None,
+        "progress": "off",
+        "batch": 4,
+        "max_tokens": 12,
+        "reward_workers": 0,
+        **options,
+    }
+    return fr.run_local(flow, **given, **inputs)
+
+
+def assert_equal_runs(one: fr.Run, other: fr.Run) -> None:
+    """Weights, metrics, and every row of the last step, in every column and in the same order."""
+    assert {name: host.state() for name, host in one.hosts.items()} == {n: h.state() for n, h in other.hosts.items()}
+    assert numbers(one) == numbers(other)
+    assert list(one.last) == list(other.last)
+    for name in one.last:
+        if hasattr(one.last[name], "batch"):
+            left, right = one.rows(name), other.rows(name)
+            assert left.names == right.names and left.types == right.types
+            assert values(left) == values(right), name
+
+
+def values(rows: RowBatch) -> str:
+    """Every value, so that one NaN is like another."""
+    return repr(rows.to_arrow().to_pydict())
+
+
+@pytest.mark.parametrize("turn", ["as written", "backwards"])
+@pytest.mark.parametrize(("flow", "config", "inputs"), FLOWS, ids=[f.name for f, _, _ in FLOWS])
+def test_a_planned_run_is_the_run(flow, config, inputs, turn):
+    """Also where the plan has every node before what it needs: then the order is put right, and a note says so."""
+    graph = flow.graph(**config)
+    names = list(calls(fr.run_local(graph, steps=0, engine="null", out=None, progress="off", **inputs).graph))
+    plan = plan_of(graph, names if turn == "as written" else names[::-1])
+    planned = run(graph, inputs, plan=plan)
+    assert_equal_runs(planned, run(graph, inputs))
+    is_moved = any(note.startswith("plan: ") for note in planned.notes)
+    assert is_moved == (turn == "backwards" and len(names) > 1 and flow.name != "reward_model")
+
+
+def order_of(done: fr.Run) -> list[str]:
+    """Steps of the plan in the order in which the last iteration did them."""
+    return [e.attributes["plan_step"] for e in done.events if e.step == 2 and "plan_step" in e.attributes]
+
+
+def test_the_order_is_the_plans_where_columns_allow_it():
+    """In the flow each forward pass takes the table of the one before; all of them read only what the rollout gave."""
+    names = ["rollout", "values", "old_logprobs", "ref_logprobs", "score", "update_2", "update"]
+    assert names != list(calls(ppo.graph()))
+    planned = run(ppo, PPO, plan=plan_of(ppo, names))
+    assert order_of(planned) == names
+    assert not [note for note in planned.notes if note.startswith("plan: ")]
+    assert_equal_runs(planned, run(ppo, PPO))
+
+
+def test_an_operator_may_be_a_step_of_its_own():
+    plan = plan_of(grpo, ["rollout", "ref_logprobs", "math", "group_norm", "update"])
+    planned = run(grpo, MODELS, plan=plan)
+    assert order_of(planned) == ["rollout", "ref_logprobs", "math", "group_norm", "update"]
+    assert_equal_runs(planned, run(grpo, MODELS))
+
+
+@fr.flow
+def reads_old_weights(prompts, policy):
+    rows = fr.rollout(policy, prompts, n=2)
+    fr.log(fr.logprobs(policy, rows, out="start"), "start")
+    return fr.update(policy, length(rows), loss=reinforce())
+
+
+@fr.operator(writes={"advantage": fr.SAMPLE.f32})
+def length(response_ids: fr.TOKEN.i32):
+    return response_ids.lengths - 4.0
+
+
+@fr.loss
+def reinforce(logprobs: fr.TOKEN.f32, advantage: fr.SAMPLE.f32):
+    return -logprobs * advantage
+
+
+def test_what_reads_old_weights_runs_before_they_change():
+    """No edge of the graph says that the log comes before the update, and the plan has it after."""
+    plan = plan_of(reads_old_weights, ["rollout", "update", "start"])
+    inputs = {"prompts": PROMPTS, "policy": MODEL}
+    planned = run(reads_old_weights, inputs, plan=plan)
+    assert order_of(planned) == ["rollout", "start", "update"]
+    assert "plan: 'start' before 'update', which needs it, although the plan has it later" in planned.notes
+    assert_equal_runs(planned, run(reads_old_weights, inputs))
+
+
+def test_a_step_that_is_not_due_is_skipped():
+    """An evaluation in every 50th iteration; an update after two of warm-up."""
+    inputs = {**MODELS, "heldout": fr.Data(PROMPTS, batch="all")}
+    planned = run(grpo_moving_ref, inputs, plan=plan_of(grpo_moving_ref), steps=50)
+    assert [e.step for e in planned.events if e.attributes.get("plan_step") == "rollout_2"] == [49]
+    (row,) = (step for step in planned.compare().steps if step.name == "rollout_2")
+    assert row.runs == 1 and row.measured_s == pytest.approx(row.seconds / 49)
+
+    warm = ppo_warm.graph(warmup=2)
+    planned = run(warm, PPO, plan=plan_of(warm))
+    assert [e.step for e in planned.events if e.attributes.get("plan_step") == "update"] == [2]
+
+
+def test_rounds_of_a_refill_are_one_step():
+    flow = dapo.graph(group_size=4)
+    planned = run(flow, {"prompts": PROMPTS, "policy": MODEL}, plan=plan_of(flow))
+    rounds = [int(step["refill/rounds"]) for step in planned.metrics]
+    events = [e for e in planned.events if e.attributes.get("plan_step") == "refill.rollout"]
+    assert [e.node for e in events] == ["refill/rollout"] * sum(rounds) and max(rounds) > 1
+    (row,) = (step for step in planned.compare().steps if step.name == "refill.rollout")
+    assert row.runs == 2 and row.node_kind == "rollout"
+
+
+# --------------------------------------------------------------------------------------------------------------- moves
+
+
+def test_a_reshard_publishes_weights_and_other_moves_say_that_there_is_nothing_to_move(monkeypatch):
+    published: list[tuple[str, int]] = []
+    monkeypatch.setattr(NullHost, "publish", lambda self: published.append((self.name, self.version)) or 24)
+    moves = (StepKind.TRANSFER, StepKind.SYNC, StepKind.OFFLOAD, StepKind.ONLOAD)
+    steps = [
+        "rollout",
+        *(move(kind, f"{kind}.rows", "rollout", "response_ids") for kind in moves),
+        "ref_logprobs",
+        "update",
+        move(StepKind.RESHARD, "gen.weights", "policy", "policy"),
+    ]
+    planned = run(grpo, MODELS, plan=plan_of(grpo, steps))
+    assert published == [("policy", 1), ("policy", 2), ("policy", 3)]
+    events = {e.what: e for e in planned.events if e.step == 1 and e.what != "compute"}
+    assert set(events) == {"transfer", "sync", "offload", "onload", "reshard"}
+    assert {what: event.bytes for what, event in events.items()} == {**dict.fromkeys(map(str, moves), 0), "reshard": 24}
+    assert (
+        "one memory" in events["transfer"].attributes["did"] and "host's memory" in events["offload"].attributes["did"]
+    )
+    assert_equal_runs(planned, run(grpo, MODELS))
+
+
+def test_a_handover_must_name_a_model_of_the_run():
+    plan = plan_of(grpo, ["rollout", "update", move(StepKind.RESHARD, "gen.weights", "policy", "actor")])
+    with pytest.raises(
+        RunError, match=r"'gen.weights' of the plan hands over the weights of actor; the run has policy, ref"
+    ):
+        run(grpo, MODELS, plan=plan)
+
+
+def test_state_that_a_device_keeps_is_not_said_to_be_parked(monkeypatch):
+    parked = plan_of(grpo, [compute("rollout"), compute("update", offload="park", park_weights=False)])
+    run(grpo, MODELS, plan=parked)  # the null engine has no device to keep it on
+    monkeypatch.setattr(NullHost, "device", "cuda:0")
+    run(grpo, MODELS, plan=plan_of(grpo, [compute("rollout"), compute("update", offload="none", park_weights=False)]))
+    with pytest.raises(
+        ConfigError, match=r"between cuda:0 and the host \('update' has offload=park\), and this version's"
+    ):
+        run(grpo, MODELS, plan=parked)
+    with pytest.raises(ConfigError, match=r"'ref.park' is an offload"):
+        run(grpo, MODELS, plan=plan_of(grpo, ["rollout", move(StepKind.OFFLOAD, "ref.park", "ref", "ref")]))
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_plan_of_another_graph_is_refused():
+    plan = plan_of(grpo.graph(group_size=4))
+    with pytest.raises(
+        ConfigError, match=r"plan 'grpo' is for another graph: .* a number or an input of the flow is another"
+    ):
+        run(grpo.graph(group_size=2), MODELS, plan=plan)
+    with pytest.raises(
+        ConfigError, match=r"the plan computes 'old_logprobs', which the flow lacks; .*'flowrl_operators"
+    ):
+        run(grpo, MODELS, plan=plan_of(ppo))
+    run(grpo.graph(group_size=4), MODELS, plan=plan)
+
+
+def test_pruning_comes_before_the_comparison():
+    """beta=0 leaves the reference model out, of the plan as of the run."""
+    flow = grpo.graph(beta=0.0)
+    plan = plan_of(flow)
+    assert [step.node for step in plan.steps] == ["rollout", "update"]
+    assert run(flow, MODELS, plan=plan).status == "finished"
+
+
+def test_operators_that_have_changed_are_refused_unless_allowed(monkeypatch, tmp_path):
+    plan = plan_of(grpo)
+    name = "flowrl_operators.advantages:group_norm"
+    then = dict(plan.operator_hashes)[name]
+    hashes = tuple((n, "0" * 12 if n == name else h) for n, h in plan.operator_hashes)
+    text = str(run(grpo, MODELS, steps=0).graph).replace(f'"{then}"', f'"{"0" * 12}"')
+    old = replace(plan, operator_hashes=hashes, graph_hash=fr.from_text(text).hash)
+    with pytest.raises(TraceError, match=rf"'{name}' \(hash 0+ then, {then} now\) has changed since the plan was made"):
+        run(grpo, MODELS, plan=old)
+    done = run(grpo, MODELS, plan=old, allow_drift=True, out=str(tmp_path))
+    info = json.loads((done.path / "run.json").read_text())
+    assert info["drift"] == {name: {"then": "0" * 12, "now": then}}
+    other = replace(old, graph_hash="f" * 12)  # not only the operator
+    with pytest.raises(ConfigError, match="for another graph"):
+        run(grpo, MODELS, plan=other, allow_drift=True)
+
+
+def test_several_devices_need_what_is_not_here():
+    wide = plan_of(grpo, [compute("rollout"), compute("update", mesh=Mesh(0, 4))])
+    with pytest.raises(
+        ConfigError, match=r"uses 4 devices, on the meshes 0, 0 to 3; .*'update' has d4.* need a launcher"
+    ):
+        run(grpo, MODELS, plan=wide)
+    apart = plan_of(grpo, [compute("rollout", mesh=Mesh(1, 1)), compute("update")])
+    with pytest.raises(ConfigError, match=r"uses 2 devices, on the meshes 0, 1\. run_local is one process"):
+        run(grpo, MODELS, plan=apart)
+    third = plan_of(grpo, [compute(name, mesh=Mesh(3, 1)) for name in ("rollout", "ref_logprobs", "update")])
+    assert run(grpo, MODELS, plan=third).compare().iterations == 2  # one device, whichever it is
+
+
+def test_a_plan_is_a_plan():
+    with pytest.raises(ConfigError, match=r"plan is an fr.Plan .* found str"):
+        run(grpo, MODELS, plan="plan.json")
+    with pytest.raises(ConfigError, match="has no steps"):
+        run(grpo, MODELS, plan=plan_of(grpo, []))
+    with pytest.raises(ConfigError, match="computes node 'rolout', which flow 'grpo' does not have"):
+        run(grpo, MODELS, plan=plan_of(grpo, ["rolout"]))
+    with pytest.raises(RunError, match="had no plan to compare with"):
+        run(grpo, MODELS).compare()
+
+
+def test_staleness_is_zero_in_one_process():
+    done = run(grpo, MODELS, plan=plan_of(grpo, max_staleness=1))
+    assert "plan: allows a staleness of 1; one process is always synchronous, so it is 0" in done.notes
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_settings_become_fields_of_the_models():
+    plan = plan_of(
+        ppo,
+        [
+            compute("rollout", role="gen", utilization=0.5),
+            compute("ref_logprobs", micro_batch_tokens=512),
+            compute("old_logprobs", micro_batch_tokens=2048, recompute=True),
+            compute(
+                "update", micro_batch_tokens=2048, recompute=True, optimizer="adam_fp32", offload="none", flash=True
+            ),
+        ],
+    )
+    done = run(ppo, PPO, plan=plan)
+    specs = {name: host.spec for name, host in done.hosts.items()}
+    assert specs["ref"].sample_batch_tokens == 512
+    assert specs["policy"].micro_batch_tokens == 2048 and specs["policy"].gradient_checkpointing
+    assert specs["policy"].sample_batch_tokens == MODEL.sample_batch_tokens
+    assert specs["critic"].micro_batch_tokens == MODEL.micro_batch_tokens
+    assert "plan: model 'policy' has micro_batch_tokens=2048 instead of 16384" in done.notes
+    assert_equal_runs(done, run(ppo, PPO))  # the null engine has no micro-batches
+
+
+def test_what_is_applied_and_what_is_not_is_written_down(tmp_path):
+    plan = plan_of(
+        grpo, [compute("rollout", utilization=0.5), "ref_logprobs", compute("update", micro_batch_tokens=64)]
+    )
+    done = run(grpo, MODELS, plan=plan, out=str(tmp_path))
+    about = json.loads((done.path / "run.json").read_text())["plan"]
+    assert about["hash"] == plan.hash
+    assert about["settings"] == {"policy": {"micro_batch_tokens": 64}}
+    assert about["not_applied"] == ["rollout: utilization=0.5 (the transformers sampler takes what it needs)"]
+
+
+def test_an_engine_that_keeps_its_memory_gets_what_the_others_leave():
+    """The plan counts on an engine that sleeps while others work; the sampler of this version does not."""
+    whole = 80 * 2**30
+    steps = [compute("rollout", utilization=0.9), compute("update")]
+    vllm = {**MODELS, "policy": replace(MODEL, sampler="vllm", sampler_options={"max_model_len": 64})}
+
+    def share(update_bytes: float) -> float:
+        plan = plan_of(grpo, steps)
+        peaks = {"rollout": whole, "update": round(update_bytes)}
+        held = [replace(s, predicted=replace(s.predicted, memory_bytes=peaks[s.name])) for s in plan.steps]
+        done = run(grpo, vllm, plan=replace(plan, steps=tuple(held)))
+        options = done.hosts["policy"].spec.sampler_options
+        assert options["max_model_len"] == 64
+        return options["gpu_memory_utilization"]
+
+    assert share(0.05 * whole) == 0.9
+    assert share(0.7 * whole) == pytest.approx(0.3)
+    with pytest.raises(ConfigError, match="leave 2% of the device to the vLLM sampler of 'policy'"):
+        share(0.98 * whole)
+
+
+def test_numerics_that_no_engine_has_are_refused():
+    plan = plan_of(grpo, [compute("update", optimizer="adam_8bit")])
+    with pytest.raises(ConfigError, match="optimizer state 'adam_8bit'; the engines have adam_fp32"):
+        run(grpo, MODELS, plan=plan)
+
+
+# -------------------------------------------------------------------------------------------------------------- written
+
+
+def test_the_run_folder_holds_the_plan_and_what_each_step_took(tmp_path):
+    plan = plan_of(grpo)
+    done = run(grpo, MODELS, plan=plan, out=str(tmp_path), record=("*",))
+    assert Plan.load(done.path / "plan.json") == plan
+    folder = RunDir.open(done.path)
+    steps = {e.attributes["plan_step"]: e for e in folder.events() if e.step == 1 and "plan_step" in e.attributes}
+    assert list(steps) == ["rollout", "ref_logprobs", "update"]
+    assert steps["rollout"].rows == 4 * 8 and steps["rollout"].bytes > 0
+    assert all(event.attributes["process_bytes"] > 2**20 for event in steps.values())
+    assert all(event.end_s >= event.start_s > 0 for event in steps.values())
+    assert done.events == [] and compare_run(done.path) == done.compare()
+    assert "predicted" in str(done.compare()) and "measured" in str(done.compare())
+
+
+def test_recorded_rows_are_those_of_the_flow(tmp_path):
+    """Also of a node that was computed ahead: what is recorded is its own table."""
+    names = ["rollout", "values", "old_logprobs", "ref_logprobs", "score", "update_2", "update"]
+    planned = run(ppo, PPO, plan=plan_of(ppo, names), out=str(tmp_path), record=("*",))
+    plain = run(ppo, PPO, out=str(tmp_path), record=("*",))
+    ours, theirs = RunDir.open(planned.path), RunDir.open(plain.path)
+    assert {step: sorted(nodes) for step, nodes in ours.edges().items()} == {
+        step: sorted(nodes) for step, nodes in theirs.edges().items()
+    }
+    for node in ours.edges()[1]:
+        assert values(ours.edge(1, node)) == values(theirs.edge(1, node)), node
+    assert ours.samples() == theirs.samples()
+
+
+def test_a_recipe_passes_its_plan_on():
+    options = Options(out=None, progress="off", batch=4, max_tokens=12)
+    done = Recipe(grpo, MODELS, steps=3, engine="null", options=options, plan=plan_of(grpo)).run()
+    assert done.compare().iterations == 2
+    assert_equal_runs(done, run(grpo, MODELS))
+
+
+def test_layouts_of_one_device_are_one_wide():
+    assert all(step.layout == Layout(dp=1) for step in plan_of(grpo).steps)
