@@ -150,6 +150,13 @@ def runs(args: argparse.Namespace) -> int:
     return OK
 
 
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine and write it as a cluster."""
+    from flowrl.cli import calibrate as measured
+
+    return measured.calibrate(Path(args.out), devices=args.devices, quick=args.quick)
+
+
 def table_command(args: argparse.Namespace) -> int:
     """List tables, show rows, count, export, or query."""
     from flowrl.cli import table as rows
@@ -173,6 +180,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ops": ops,
     "new": new,
     "runs": runs,
+    "calibrate": calibrate,
     "table": table_command,
 }
 

@@ -113,6 +113,14 @@ example:
     "runs show": """\
 example:
   flowrl runs show runs/grpo-1""",
+    "calibrate": """\
+examples:
+  flowrl calibrate                                      about a minute; writes cluster.toml
+  flowrl calibrate --quick --out /tmp/cluster.toml
+  flowrl calibrate --devices 2                          of the GPUs of this machine, the first two
+
+Measures products, layers, memory, links between devices, copies to the host and Adam on its CPUs. What cannot be measured keeps
+its published figure, with a note in the file. Nothing else should run on the machine meanwhile.""",
     "table": """\
 examples:
   flowrl table ls runs/grpo-1
@@ -229,6 +237,10 @@ def build_parser(version: str, options_help: str) -> Parser:
     runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)
     of_run = _command(runs_commands, "runs show", "status and last metrics of a run")
     of_run.add_argument("path", metavar="FOLDER", help="folder of the run, such as runs/grpo-1")
+    measured = _command(commands, "calibrate", "measure this machine and write it as a cluster, for plans")
+    measured.add_argument("--out", metavar="FILE.toml", default="cluster.toml", help="default: cluster.toml")
+    measured.add_argument("--devices", type=int, metavar="N", help="the first N GPUs; default: all")
+    measured.add_argument("--quick", action="store_true", help="fewer and smaller sizes; rougher")
     _table_commands(_command(commands, "table", "look at rows that were recorded, kept or exported"))
     return parser
 

@@ -39,6 +39,7 @@ OPTIONS = {
     "new pack": ["--help", "--into", "--traceback", "NAME"],
     "runs": ["--help", "--traceback"],
     "runs show": ["--help", "--traceback", "FOLDER"],
+    "calibrate": ["--devices", "--help", "--out", "--quick", "--traceback"],
     "table": ["--help", "--traceback"],
     "table ls": ["--help", "--json", "--traceback", "PATH"],
     "table head": ["--columns", "--help", "--traceback", "-n", "PATH"],

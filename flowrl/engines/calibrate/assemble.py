@@ -1,0 +1,179 @@
+"""From measured numbers to a cluster. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowrl.engines.calibrate.fit import Sample, fit
+from flowrl.engines.calibrate.processes import Results
+from flowrl.errors import ConfigError, FlowError
+from flowrl.mesh import Cluster, Device, Host, Measured
+from flowrl.mesh.detect import of_cpu, of_gpus
+
+UNKNOWN_LINK_BYTES_S = 1e10
+"""Between devices, and between nodes, of which nothing is known. Assumed."""
+
+
+def assemble(results: Results, *, host_bytes: int, calibrated_at: str) -> Cluster:
+    """A cluster of one node with what was measured; the slowest process counts, as the others wait for it in every step.
+
+    What was not measured keeps the figures of `Cluster.detect`, with a note. A device without published figures gets those that
+    were measured as its peaks.
+    """
+    maker = _Maker(results)
+    cluster = maker.start(host_bytes)
+    for step in (maker.peak, maker.memory, maker.layers, maker.starts, maker.decode, maker.host, maker.links):
+        cluster = step(cluster)
+    notes = [f"{name}: {text}" for name, text in results.errors.items()]
+    if results.ended:
+        notes.append(f"ended early: {results.ended}")
+    return replace(cluster, notes=(*maker.notes, *notes), calibrated_at=calibrated_at)
+
+
+class _Maker:
+    """Steps that each replace some figures of a cluster, or leave a note."""
+
+    def __init__(self, results: Results) -> None:
+        self.values = results.values
+        self.notes: list[str] = []
+
+    def missing(self, name: str, instead: str) -> bool:
+        """Whether no process measured it; then a note says what stands in its place."""
+        if self.values.get(name):
+            return False
+        self.notes.append(f"{name} was not measured; {instead}")
+        return True
+
+    def start(self, host_bytes: int) -> Cluster:
+        devices = [(str(one["name"]), int(one["memory_bytes"])) for one in self.values["device"]]
+        names = sorted({name for name, _ in devices})
+        if names == ["cpu"]:
+            cluster = of_cpu(host_bytes)
+            return replace(cluster, devices_per_node=len(devices)).with_memory(
+                device_bytes=max(1, cluster.device.memory_bytes // len(devices))
+            )
+        try:
+            return of_gpus(devices, host_bytes)
+        except ConfigError as error:
+            if len(names) > 1:
+                raise
+            unknown = error
+        if not self.values.get("products") or not self.values.get("copy"):
+            raise FlowError(f"{unknown}. Its products or copies could not be measured either: {self.notes}")
+        self.notes.append(f"no published figures for {names[0]!r}; its peaks are what was measured")
+        peak, bandwidth = self.best_product_flops(), min(self.values["copy"])
+        device = Device(names[0], min(memory for _, memory in devices), peak, bandwidth)
+        return Cluster(
+            1, len(devices), device, UNKNOWN_LINK_BYTES_S, UNKNOWN_LINK_BYTES_S, Host(host_bytes, UNKNOWN_LINK_BYTES_S)
+        )
+
+    def best_product_flops(self) -> float:
+        return max(flops / took for flops, took in self.slowest("products"))
+
+    def slowest(self, name: str) -> list[list[float]]:
+        """Rows of a measurement, each with the longest time of any process; the time is a row's last number."""
+        rows = zip(*self.values[name], strict=True)
+        return [[*same[0][:-1], max(row[-1] for row in same)] for same in rows]
+
+    def peak(self, cluster: Cluster) -> Cluster:
+        if self.missing("products", "efficiency of products is assumed"):
+            return cluster
+        best = self.best_product_flops()
+        device = replace(cluster.device, peak_flops=_top(cluster, "cpu", best, cluster.device.peak_flops))
+        flops, took = self.slowest("products")[-1]
+        efficiency = replace(cluster.efficiency, decode_flops=min(1.0, flops / took / device.peak_flops))
+        return replace(cluster, device=device, efficiency=efficiency)
+
+    def memory(self, cluster: Cluster) -> Cluster:
+        if self.missing("copy", "efficiency of memory is assumed"):
+            return cluster
+        found = min(self.values["copy"])
+        device = replace(cluster.device, hbm_bytes_s=_top(cluster, "cpu", found, cluster.device.hbm_bytes_s))
+        return replace(
+            cluster, device=device, efficiency=replace(cluster.efficiency, hbm=min(1.0, found / device.hbm_bytes_s))
+        )
+
+    def layers(self, cluster: Cluster) -> Cluster:
+        """Efficiency of products inside layers, passes over memory, bytes per logit."""
+        if self.missing("layers", "efficiency of training and of forward passes is assumed"):
+            return cluster
+        bandwidth = cluster.device.hbm_bytes_s * cluster.efficiency.hbm
+        for kind, part in (("train", "train"), ("forward", "forward")):
+            samples = [Sample(*row) for row in _slowest_rows([one[kind] for one in self.values["layers"]])]
+            # no product is faster than the peak
+            per_flop, per_byte = fit(samples, least_per_flop=1 / cluster.device.peak_flops)
+            eta = min(1.0, 1 / (per_flop * cluster.device.peak_flops))
+            overheads = replace(cluster.overheads, **{f"{kind}_passes": per_byte * bandwidth})
+            if self.values.get("loss"):
+                flops, logits, took = _slowest_rows([[one[kind]] for one in self.values["loss"]])[0]
+                rest = max(0.0, took - flops / (cluster.device.peak_flops * eta))
+                overheads = replace(overheads, **{f"{kind}_logit_bytes": rest / logits * bandwidth})
+            cluster = replace(cluster, efficiency=replace(cluster.efficiency, **{part: eta}), overheads=overheads)
+        self.missing("loss", "what a loss moves is not counted")
+        return cluster
+
+    def starts(self, cluster: Cluster) -> Cluster:
+        if self.missing("starts", "the start of kernels is not counted"):
+            return cluster
+        train, forward = (max(one[kind] for one in self.values["starts"]) for kind in ("train", "forward"))
+        return replace(cluster, overheads=replace(cluster.overheads, train_layer_s=train, forward_layer_s=forward))
+
+    def decode(self, cluster: Cluster) -> Cluster:
+        if self.missing("decode", "its efficiency is assumed"):
+            return cluster
+        rates = sorted(read / took for _, read, took in self.slowest("decode"))
+        part = min(1.0, rates[len(rates) // 2] / cluster.device.hbm_bytes_s)
+        return replace(cluster, efficiency=replace(cluster.efficiency, decode_hbm=part))
+
+    def host(self, cluster: Cluster) -> Cluster:
+        host = cluster.host
+        if not self.missing("host_adam", "the rate of Adam on the CPU is assumed"):
+            host = replace(host, cpu_adam_params_s=min(self.values["host_adam"]) * len(self.values["host_adam"]))
+        tables: list[Measured] = []
+        if not self.missing("host_copies", "copies to and from the host have published rates"):
+            for name in ("to_device", "to_host"):
+                rows = _slowest_rows([one[name] for one in self.values["host_copies"]])
+                tables.append(_table(name, cluster.devices_per_node, rows))
+            slower = min(one.sizes_bytes[-1] / one.times_s[-1] for one in tables)
+            host = replace(host, pcie_bytes_s=slower, pcie_shared_by=1)
+            cluster = replace(cluster, efficiency=replace(cluster.efficiency, pcie=1.0))
+        return replace(cluster, host=host, measured=(*cluster.measured, *tables))
+
+    def links(self, cluster: Cluster) -> Cluster:
+        if cluster.num_devices == 1:
+            return cluster
+        tables = []
+        for name in self.values:
+            operation, _, ranks = name.partition("/")
+            if ranks:
+                tables.append(_table(operation, int(ranks), self.slowest(name)))
+        most = cluster.devices_per_node
+        for operation in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+            self.missing(f"{operation}/{most}", "its time is computed")
+        cluster = replace(cluster, measured=(*cluster.measured, *tables))
+        whole = next((one for one in tables if (one.operation, one.ranks) == ("all_gather", most)), None)
+        if whole is None:
+            return cluster
+        part = (most - 1) / most
+        reached = part * whole.sizes_bytes[-1] / whole.times_s[-1]
+        published = _top(cluster, "cpu", reached, cluster.nvlink_bytes_s)
+        return replace(
+            cluster,
+            alpha_s=whole.times_s[0] / (1 + (most - 1) / 4),
+            nvlink_bytes_s=published,
+            efficiency=replace(cluster.efficiency, nvlink=min(1.0, reached / published)),
+        )
+
+
+def _top(cluster: Cluster, made_up: str, found: float, published: float) -> float:
+    """The peak: what is published, unless more was measured, or the figures of a device are made up, as those of a CPU."""
+    return found if cluster.device.name == made_up else max(found, published)
+
+
+def _slowest_rows(of_processes: list[list[list[float]]]) -> list[list[float]]:
+    rows = zip(*of_processes, strict=True)
+    return [[*same[0][:-1], max(row[-1] for row in same)] for same in rows]
+
+
+def _table(operation: str, ranks: int, rows: list[list[float]]) -> Measured:
+    return Measured(operation, ranks, 1, tuple(float(row[0]) for row in rows), tuple(row[-1] for row in rows))

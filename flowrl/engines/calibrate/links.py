@@ -1,0 +1,91 @@
+"""Collectives between the devices of this machine, and what a sharded layer costs however few its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flowrl.engines.calibrate.compute import dtype_of, passes, stack
+from flowrl.engines.calibrate.effort import Effort, LayerShape
+from flowrl.engines.calibrate.timing import seconds
+
+Calls = dict[str, Callable[[Tensor, Tensor, dist.ProcessGroup], object]]
+
+OPERATIONS: Calls = {
+    "all_gather": lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group),
+    "reduce_scatter": lambda whole, part, group: dist.reduce_scatter_tensor(part, whole, group=group),
+    "all_reduce": lambda whole, part, group: dist.all_reduce(whole, group=group),
+    "broadcast": lambda whole, part, group: dist.broadcast(whole, src=0, group=group),
+    "all_to_all": lambda whole, part, group: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+}
+"""Name -> call on (what every rank holds in the end or before, a rank's part of it, ranks)."""
+
+FEW_LAYERS, MANY_LAYERS = 2, 6
+TINY = LayerShape(64, 4, 2, 128)
+
+
+def sizes_of_groups(world: int) -> list[int]:
+    """2, 4, 8, ... ranks, and all of them."""
+    found = [2**power for power in range(1, world.bit_length()) if 2**power <= world]
+    return [*found, world] if world > 1 and world not in found else found
+
+
+def groups(world: int) -> Iterator[tuple[int, dist.ProcessGroup]]:
+    """(ranks, the first so many ranks). Every rank must go through all of it."""
+    for ranks in sizes_of_groups(world):
+        yield ranks, dist.new_group(list(range(ranks)))
+
+
+def collective(
+    name: str, group: dist.ProcessGroup, ranks: int, device: torch.device, effort: Effort
+) -> list[tuple[int, float]]:
+    """(bytes, seconds) at each size; bytes of the full tensor, for `all_to_all` of one rank's.
+
+    Several are asked for without a wait, as in a training step.
+    """
+    call, found = OPERATIONS[name], []
+    dtype = dtype_of(device)
+    element = torch.finfo(dtype).bits // 8
+    for size in effort.collective_bytes:
+        count = max(1, size // element // ranks)
+        whole = torch.ones(count * ranks, dtype=dtype, device=device)
+        part = torch.ones(count, dtype=dtype, device=device)
+        dist.barrier(group)
+        took = seconds(
+            lambda whole=whole, part=part: call(whole, part, group),  # type: ignore[misc]
+            device,
+            rounds=effort.rounds,
+            calls=5 if size > 2**22 else 20,
+        )
+        found.append((count * ranks * element, took))
+    return found
+
+
+def starts(device: torch.device, effort: Effort, world: int) -> dict[str, float]:
+    """`forward` and `train` -> least seconds of a sharded layer, by the difference of a deep stack and a shallow one.
+
+    The layers are so small that the host, which gathers and starts kernels one by one, is what takes the time.
+    """
+    mesh = init_device_mesh(device.type, (world,))
+    precision = MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
+    found: dict[int, tuple[float, float]] = {}
+    for depth in (FEW_LAYERS, MANY_LAYERS):
+        with torch.device(device):
+            model = stack(TINY, depth, recompute=True)
+            states = torch.randn(1, 8, TINY.hidden, dtype=dtype_of(device))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        forward, train = passes(model, states)
+        found[depth] = (
+            seconds(forward, device, rounds=effort.rounds, calls=3),
+            seconds(train, device, rounds=effort.rounds, calls=3),
+        )
+    few, many = found[FEW_LAYERS], found[MANY_LAYERS]
+    each = [max(0.0, b - a) / (MANY_LAYERS - FEW_LAYERS) for a, b in zip(few, many, strict=True)]
+    return {"forward": each[0], "train": each[1]}

@@ -1,0 +1,37 @@
+"""Seconds of work on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def seconds(
+    work: Callable[[], object], device: torch.device, *, rounds: int, calls: int = 1, warmups: int = 2
+) -> float:
+    """Median over rounds of the seconds of one call, `calls` of them asked for without a wait.
+
+    On a GPU by its own clock, so that the host's wait for the end is not counted.
+    """
+    for _ in range(warmups):
+        work()
+    found = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            first.record()
+            for _ in range(calls):
+                work()
+            last.record()
+            torch.cuda.synchronize(device)
+            found.append(first.elapsed_time(last) / 1e3 / calls)
+        else:
+            begun = time.perf_counter()
+            for _ in range(calls):
+                work()
+            found.append((time.perf_counter() - begun) / calls)
+    return statistics.median(found)
