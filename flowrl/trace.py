@@ -23,6 +23,8 @@ STEP = "plan_step"
 """Attribute of an event: the step of a plan that it is."""
 MEMORY = ("device_bytes", "process_bytes")
 """Attributes of an event with the memory of its work: peak of the device, or what the whole process had resident."""
+LENGTHS = "lengths"
+"""Attribute of an event: histograms of the prompts and the responses that its node sampled (`flowrl.planner.recorded`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ class Kind:
     is_variadic: bool = False
     uses_model: bool = False
     """Runs the model on port `model`."""
+    samples: bool = False
+    """Makes responses: it gives rows with `prompt_ids` and `response_ids`."""
     changes_model: bool = False
     """Returns the next version of the model on port `model`."""
     is_forward: bool = False
@@ -30,7 +32,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "input": Kind("rows", ()),
-    "rollout": Kind("rows", ("model", "rows"), uses_model=True),
+    "rollout": Kind("rows", ("model", "rows"), uses_model=True, samples=True),
     "logprobs": Kind("rows", ("model", "rows"), uses_model=True, is_forward=True, adds_columns=True),
     "top_logprobs": Kind("rows", ("model", "rows"), uses_model=True, is_forward=True, adds_columns=True),
     "values": Kind("rows", ("model", "rows"), uses_model=True, is_forward=True, adds_columns=True),

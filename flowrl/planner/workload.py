@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
 
 _BINS = 1024
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -55,6 +58,28 @@ class Lengths:
         return cls(tuple(length for length, _ in counts), tuple(float(count) for _, count in counts))
 
     @classmethod
+    def of_rows(
+        cls,
+        rows: Iterable[Mapping[str, Any]],
+        column: str = "prompt_ids",
+        *,
+        encode: Callable[[Any], Sequence[Any]] | None = None,
+    ) -> Lengths:
+        """Of a data set's rows.
+
+        Example:
+            Lengths.of_rows(dataset, "prompt", encode=tokenizer.encode)
+
+        Args:
+            rows: mappings with the column: dicts, rows of a Hugging Face data set.
+            column: token ids; with `encode`, whatever that takes: text, a list of messages.
+            encode: gives the token ids of one value. For chat messages that is the tokenizer's chat template.
+
+        Errors: ConfigError for a row without the column, or with text and no `encode`: characters are no tokens.
+        """
+        return cls.of(_length(row, number, column, encode) for number, row in enumerate(rows))
+
+    @classmethod
     def fixed(cls, tokens: int) -> Lengths:
         """All of one length: right for padded data, too good to be true for responses."""
         return cls((tokens,), (1.0,))
@@ -89,6 +114,17 @@ class Lengths:
         The longest length is among them. `turn` in [0, 1) begins the order elsewhere, so that two draws are not in step.
         """
         return _draw(self, count, turn)
+
+
+def _length(row: Mapping[str, Any], number: int, column: str, encode: Callable[[Any], Sequence[Any]] | None) -> int:
+    if column not in row:
+        raise ConfigError(f"row {number} has no column '{column}'; {nearest(column, list(row))}")
+    value = row[column]
+    if encode is not None:
+        return len(encode(value))
+    if isinstance(value, str):
+        raise ConfigError(f"column '{column}' holds text, and lengths count tokens: give encode=tokenizer.encode")
+    return len(value)
 
 
 @lru_cache(maxsize=1)
@@ -132,6 +168,28 @@ class Workload:
                 f"a workload has at least one prompt, one response of each and one round; found {self.prompts} prompts, "
                 f"group_size {self.group_size}, rounds {self.rounds}"
             )
+
+    @classmethod
+    def of_run(
+        cls, path: str | Path, *, prompts: int | None = None, node: str | None = None, last: int = 20
+    ) -> Workload:
+        """What a run sampled: the lengths that its folder recorded, its prompts per step and the rounds of a refill.
+
+        Example:
+            fr.plan(grpo, ..., workload=fr.Workload.of_run("runs/grpo-3"))
+
+        Args:
+            path: the run's folder; the run may still be going on.
+            prompts: of a step; left out, as many as the run took.
+            node: lengths of this rollout only; left out, of all of them.
+            last: steps to take, the newest ones.
+
+        The longest response is the longest there was. Where the next run may sample longer ones, its micro-batches need room for
+        them: give `Lengths` with the cap instead. Errors: RunError when the run recorded no lengths.
+        """
+        from flowrl.planner.recorded import workload_of_run
+
+        return workload_of_run(path, prompts=prompts, node=node, last=last)
 
     def sequences(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Prompt and response lengths of `count` sequences."""

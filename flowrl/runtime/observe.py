@@ -17,10 +17,12 @@ from flowrl.engines.meter import open_meter
 from flowrl.engines.protocol import Host
 from flowrl.errors import RunError
 from flowrl.graph import packs
+from flowrl.graph.kinds import KINDS
 from flowrl.graph.losses import Loss
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import OperatorCall
 from flowrl.model import Model
+from flowrl.planner.recorded import recorded
 from flowrl.runtime.context import StepLog, Table, Value
 from flowrl.runtime.data import Data
 from flowrl.runtime.metrics import step_metrics, trained_writers
@@ -28,7 +30,7 @@ from flowrl.runtime.options import Options
 from flowrl.runtime.progress import open_progress
 from flowrl.runtime.rundir import RunDir
 from flowrl.store.rows import RowBatch
-from flowrl.trace import NODE_KIND, STEP, Event
+from flowrl.trace import LENGTHS, NODE_KIND, STEP, Event
 
 if TYPE_CHECKING:
     from flowrl.planner.steps import Step
@@ -150,6 +152,9 @@ class Observation:
             # the meter waits for the device, which a step's time must cover: what it launched is its own
             attributes |= {STEP: self.planned[path + node.name], f"{self.meter.what}_bytes": self.meter.end()}
             end = time.perf_counter()
+        if batch is not None and KINDS[node.kind].samples:
+            prompt_ids, response_ids = batch["prompt_ids"], batch["response_ids"]
+            attributes[LENGTHS] = recorded(prompt_ids.lengths, response_ids.lengths)
         self._add(
             Event(
                 "compute", path + node.name, self.step, start, end,
