@@ -58,8 +58,11 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def report(name: str, text: str, numbers: Mapping[str, Any], *, save: bool) -> None:
-    """Print a table; with `save`, write it and the numbers to `benchmarks/results/`, with the command that made them."""
+def report(name: str, text: str, numbers: Mapping[str, Any], *, save: bool, file: str | None = None) -> None:
+    """Print a table; with `save`, write it and the numbers to `benchmarks/results/`, with the command that made them.
+
+    `file` is the name of what is written where that is not `name`, as when results of several machines are kept.
+    """
     about = machine()
     print(f"\n{text}\n")
     print(f"{about['processor']}, {about['cores']} cores, load {about['load']}, Python {about['python']}")
@@ -68,9 +71,10 @@ def report(name: str, text: str, numbers: Mapping[str, Any], *, save: bool) -> N
     RESULTS.mkdir(exist_ok=True)
     command = shlex.join(["python", "-m", "benchmarks", name, *sys.argv[2:]])
     made = {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": about, **numbers}
-    (RESULTS / f"{name}.json").write_text(json.dumps(made, indent=2) + "\n")
+    file = file or name
+    (RESULTS / f"{file}.json").write_text(json.dumps(made, indent=2) + "\n")
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
-    (RESULTS / f"{name}.md").write_text(
+    (RESULTS / f"{file}.md").write_text(
         f"{text}\n\n`{command}` on {about['processor']}, {about['cores']} cores, Python {about['python']}; {versions}\n"
     )
-    print(f"written to {RESULTS.relative_to(ROOT)}/{name}.json and .md")
+    print(f"written to {RESULTS.relative_to(ROOT)}/{file}.json and .md")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,27 @@ def run_workers(world: int, *, is_gpu: bool, quick: bool, deadline_s: float) -> 
     """
     with tempfile.TemporaryDirectory(prefix="flowrl-calibrate-") as folder:
         jobs = [Job(rank, world, folder, is_gpu, quick, wait_s=deadline_s / 2) for rank in range(world)]
-        running = [_start(job) for job in jobs]
-        try:
-            ended = _wait(running, time.monotonic() + deadline_s, deadline_s)
-        finally:
-            _end(running)
+        ended = run_processes(MODULE, [json.dumps(asdict(job)) for job in jobs], Path(folder), deadline_s)
         results = read(Path(folder), world, ended)
         if "device" not in results.values:
             output = (Path(folder) / "0.err").read_text(encoding="utf-8", errors="replace").strip()
             raise EngineError(f"calibration measured nothing: {ended or 'no process got as far'}\n{output[-2000:]}")
     return results
+
+
+def run_processes(module: str, arguments: Sequence[str], folder: Path, deadline_s: float) -> str:
+    """Run `python -m module ARGUMENT` for each argument at the same time, until all have ended, one has failed or it is late.
+
+    What the i-th prints is in `i.err` of the folder. Returns why they ended early; "" when they did not. When this returns, or
+    raises, none of them runs any more.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, argument in enumerate(arguments):
+            running.append(_start(module, argument, folder / f"{index}.err"))
+        return _wait(running, time.monotonic() + deadline_s, deadline_s)
+    finally:
+        _end(running)
 
 
 def read(folder: Path, world: int, ended: str = "") -> Results:
@@ -66,12 +78,12 @@ def read(folder: Path, world: int, ended: str = "") -> Results:
     return results
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(module: str, argument: str, printed: Path) -> subprocess.Popen[bytes]:
     paths = [path for path in sys.path if path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.getcwd()])}
-    with (Path(job.folder) / f"{job.rank}.err").open("wb") as output:
+    with printed.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, json.dumps(asdict(job))],
+            [sys.executable, "-m", module, argument],
             stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
             stdout=output,
             stderr=subprocess.STDOUT,

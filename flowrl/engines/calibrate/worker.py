@@ -51,7 +51,7 @@ class Log:
 
 def main(argument: str) -> None:
     job = Job(**json.loads(argument))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # ranks of one machine meet over its own loop, whatever its host name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -118,7 +118,8 @@ def _measure(job: Job, device: Any, log: Log) -> None:
     log.attempt("done", lambda: True)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Wait for the end of this process's input, and then end at once. For a thread of its own."""
     while os.read(sys.stdin.fileno(), 1):  # not by way of sys.stdin, whose lock is wanted at the end of the interpreter
         pass
     os._exit(1)

@@ -87,7 +87,7 @@ def test_a_worker_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.Monkey
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     code = "import threading; from flowrl.engines.calibrate import worker\n"
-    code += "threading.Thread(target=worker._end_with_parent, daemon=True).start(); threading.Event().wait(100)"
+    code += "threading.Thread(target=worker.end_with_parent, daemon=True).start(); threading.Event().wait(100)"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert child.poll() is None and child.stdin is not None
     child.stdin.close()  # as it is when the parent is gone
