@@ -4,8 +4,8 @@ python -m benchmarks predict [--devices 1,2] [--models 0.5B,1.5B,7B] [--cluster 
 python -m benchmarks predict --tiny                      the same program on a CPU (gloo), to see that it works
 
 The machine is calibrated first (`flowrl calibrate`; or give the file that it wrote). Then each model takes steps with plain
-torch: FSDP2, fp32 weights, gradients and Adam, bf16 compute, recomputed layers, a loss in chunks (`predict_worker.py`). Weights and
-tokens are random. Predictions know the shape of the model and the file of the cluster, and nothing of these runs.
+torch: FSDP2, fp32 weights, gradients and Adam, bf16 compute, recomputed layers, a loss in chunks (`predict_worker.py`). Weights
+and tokens are random. Predictions know the shape of the model and the file of the cluster, and nothing of these runs.
 """
 
 from __future__ import annotations
