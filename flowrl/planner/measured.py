@@ -145,7 +145,8 @@ class Comparison:
 def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
     """A plan beside the events of a run of it. The first iteration is left out.
 
-    A step inside a refill runs once in each round: its time is the sum of an iteration's rounds.
+    A step inside a refill runs once in each round: its time is the sum of an iteration's rounds. That of a refill which is a step
+    itself is what they leave.
     """
     by_step = groupby(
         sorted((one for one in events if one.step >= 0), key=lambda one: one.step), key=lambda one: one.step
@@ -182,7 +183,7 @@ class _Iteration:
             name = event.attributes.get(STEP)
             if not isinstance(name, str):
                 continue
-            found.steps_s[name] = found.steps_s.get(name, 0.0) + event.seconds
+            found.steps_s[name] = found.steps_s.get(name, 0.0) + event.seconds - _inside_s(event, events)
             found.starts_s[name] = min(found.starts_s.get(name, math.inf), event.start_s - start)
             found.kinds[name] = str(event.attributes.get(NODE_KIND, ""))
             for key in MEMORY:
@@ -190,6 +191,12 @@ class _Iteration:
                     found.memory = key.removesuffix("_bytes")
                     found.peaks[name] = max(found.peaks.get(name, 0), int(event.attributes[key]))
         return found
+
+
+def _inside_s(event: Event, events: Sequence[Event]) -> float:
+    """Seconds of steps inside a node that is a step as well: a refill's own work is what its rounds leave."""
+    inside = f"{event.node}/"
+    return sum(one.seconds for one in events if one.node.startswith(inside) and STEP in one.attributes)
 
 
 def _measured(step: Step, iterations: Sequence[_Iteration]) -> StepMeasured:

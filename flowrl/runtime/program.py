@@ -2,6 +2,7 @@
 
     plan's steps of the device, in the plan's order
         compute  -> run the node, and before it the nodes without a step of their own that it needs
+        reshard  -> of a node that gives a model other weights (`assign`, `ema`): run the node
         others   -> a move, at its place
 
 [Note: A column may be ahead of its table]
@@ -86,22 +87,30 @@ def program_of(plan: Plan, graph: Graph, device: int) -> Program:
     column = plan.column(device)
     steps: dict[str, str] = {}
     for step in column:
-        if step.kind is StepKind.COMPUTE:
-            if step.node not in paths:
-                raise ConfigError(
-                    f"step '{step.name}' of the plan computes node '{step.node}', which flow '{graph.name}' does not have; "
-                    f"{nearest(step.node, paths)}"
-                )
+        if step.kind is StepKind.COMPUTE and step.node not in paths:
+            raise ConfigError(
+                f"step '{step.name}' of the plan computes node '{step.node}', which flow '{graph.name}' does not have; "
+                f"{nearest(step.node, paths)}"
+            )
+        if _is_work(step, graph):
             steps[paths[step.node]] = step.name
     builder = _Builder(graph, {path.partition("/")[0] for path in steps})
     for step in column:
-        if step.kind is StepKind.COMPUTE:
+        if _is_work(step, graph):
             builder.compute(paths[step.node].partition("/")[0])
         else:
             builder.actions.append(Action(Act.MOVE, step.node, step))
     for node in graph:
         builder.emit(node.name)
     return Program(tuple(builder.actions), steps, tuple(builder.notes))
+
+
+def _is_work(step: Step, graph: Graph) -> bool:
+    """Whether a step is a node's work: it computes it, or the node itself changes weights and does nothing else."""
+    if step.kind is not StepKind.RESHARD or step.node not in graph:
+        return step.kind is StepKind.COMPUTE
+    kind = KINDS[graph[step.node].kind]
+    return kind.changes_model and not kind.uses_model
 
 
 def _paths(graph: Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -196,6 +205,8 @@ def _reads_of(node: Node) -> frozenset[str] | None:
     """Columns that decide what a node writes; None for one that is not computed ahead of its table."""
     if KINDS[node.kind].is_forward:
         return FORWARD_READS
+    if node.kind == "with_columns":
+        return frozenset(column for _, expression in node["columns"] for column in expression.columns())
     if node.kind != "apply":
         return None
     call = node["operator"]

@@ -76,6 +76,22 @@ def test_what_happens_in_some_iterations_is_spread_over_all():
     assert row.measured_s == pytest.approx(0.5) and row.ratio == pytest.approx(1.0)
 
 
+def test_a_refill_that_is_a_step_has_what_its_rounds_leave():
+    """Ten seconds, of which seven were the rounds' sampling, a step of its own; an operator inside that is none stays."""
+    plan = Plan.of("refilled", "a" * 12, Cluster.named("1xA100-80G"), [step("rollout", 2.0), step("refill", 1.0)])
+    inner = [
+        Event("compute", "refill/rollout", n, at, at + seconds, attributes={"plan_step": "rollout", "kind": "rollout"})
+        for n in range(2)
+        for at, seconds in ((0.0, 4.0), (5.0, 3.0))
+    ]
+    other = [Event("compute", "refill/math", n, 4.0, 5.0, attributes={"kind": "apply"}) for n in range(2)]
+    outer = [
+        Event("compute", "refill", n, 0.0, 10.0, attributes={"plan_step": "refill", "kind": "refill"}) for n in range(2)
+    ]
+    found = {one.name: one.measured_s for one in compare(plan, inner + other + outer).steps}
+    assert found == {"rollout": 7.0, "refill": 3.0}
+
+
 def test_the_whole_iteration_and_what_no_step_stands_for():
     found = compare(PLAN, events())
     assert found.iterations == 3 and found.predicted_s == PLAN.predicted.seconds == 7.5

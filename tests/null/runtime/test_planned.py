@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flowrl as fr
@@ -101,6 +102,105 @@ def test_an_operator_may_be_a_step_of_its_own():
     planned = run(grpo, MODELS, plan=plan)
     assert order_of(planned) == ["rollout", "ref_logprobs", "math", "group_norm", "update"]
     assert_equal_runs(planned, run(grpo, MODELS))
+
+
+def test_a_node_is_not_ahead_of_what_changes_a_column_it_reads():
+    """The advantage reads the reward after it was shaped; the plan would have it read the first one."""
+    names = ["rollout", "first", "advantage", "ref_logprobs", "shaped", "update"]
+    inputs = {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}
+    planned = run(shaping, inputs, plan=plan_of(shaping, names))
+    assert (
+        "plan: 'ref_logprobs', 'shaped' before 'advantage', which needs it, although the plan has it later"
+        in planned.notes
+    )
+    assert_equal_runs(planned, run(shaping, inputs))
+
+
+@fr.operator(writes={"reward": fr.SAMPLE.f32})
+def first(response_ids: fr.TOKEN.i32):
+    return response_ids.lengths.astype(np.float32)
+
+
+@fr.operator(writes={"reward": fr.SAMPLE.f32})
+def shaped(reward: fr.SAMPLE.f32, ref_logprobs: fr.TOKEN.f32):
+    return reward + ref_logprobs.sum()
+
+
+@fr.operator(writes={"advantage": fr.SAMPLE.f32})
+def advantage(reward: fr.SAMPLE.f32):
+    return reward - reward.mean()
+
+
+@fr.flow
+def shaping(prompts, policy, ref):
+    rows = fr.logprobs(ref, first(fr.rollout(policy, prompts, n=2)), out="ref_logprobs")
+    rows = advantage(shaped(rows, replace=True))
+    fr.log(rows, "advantage")
+    return fr.update(policy, rows, loss=reinforce())
+
+
+def test_what_reads_new_weights_runs_after_they_change():
+    """A flow that the checks refuse (FR-W01): without them it runs in the order in which it is written, planned or not."""
+    plan = plan_of(reads_late, ["rollout", "late", "update"])
+    inputs = {"prompts": PROMPTS, "policy": MODEL}
+    planned = run(reads_late, inputs, plan=plan, checks=False)
+    assert order_of(planned) == ["rollout", "update", "late"]
+    assert_equal_runs(planned, run(reads_late, inputs, checks=False))
+
+
+@fr.flow
+def reads_late(prompts, policy):
+    rows = fr.rollout(policy, prompts, n=2)
+    new = fr.update(policy, length(rows), loss=reinforce())
+    fr.log(fr.logprobs(policy, rows, out="late"), "late")
+    return new
+
+
+def test_an_assignment_of_weights_is_its_nodes_work():
+    """A plan has it as a reshard, behind the update; the node gives the reference its weights when it is due."""
+    flow = moving.graph()
+    steps = ["rollout", "ref_logprobs", "update", move(StepKind.RESHARD, "assign", "assign", "ref"), "seen"]
+    inputs = {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}
+    planned = run(flow, inputs, plan=plan_of(flow, steps), steps=4)
+    assert [e.node for e in planned.events if e.attributes.get("plan_step") == "assign"] == ["assign"] * 4
+    assert not any(e.what == "reshard" for e in planned.events)
+    assert planned.hosts["ref"].version == 2  # every second iteration
+    assert_equal_runs(planned, run(flow, inputs, steps=4))
+
+
+@fr.flow
+def moving(prompts, policy, ref):
+    rows = length(fr.rollout(policy, prompts, n=2))
+    rows = fr.logprobs(ref, rows, out="ref_logprobs")
+    fr.log(rows, "ref_logprobs")
+    policy = fr.update(policy, rows, loss=reinforce())
+    ref = fr.assign(ref, policy, every=2)
+    fr.log(fr.logprobs(ref, rows, out="seen"), "seen")
+    return policy, ref
+
+
+def test_refills_of_one_data_set_draw_in_the_order_of_the_flow():
+    """The plan has the second first; what they draw would be another."""
+    flow = twice.graph()
+    inputs = {"prompts": PROMPTS, "policy": MODEL}
+    first, second = (n.name for n in flow if n.kind == "refill")
+    plan = plan_of(flow, [f"{second}.rollout", f"{first}.rollout", "update"])
+    planned = run(flow, inputs, plan=plan)
+    assert any(f"'{first}' before '{second}'" in note for note in planned.notes)
+    assert all(step[f"{first}/rounds"] > 1 for step in planned.metrics[:1])
+    assert_equal_runs(planned, run(flow, inputs))
+
+
+@fr.operator(filter=True)
+def is_short(response_ids: fr.TOKEN.i32):
+    return response_ids.lengths % 3 == 0
+
+
+@fr.flow
+def twice(prompts, policy):
+    one = fr.refill(lambda new: fr.rollout(policy, new, n=2), prompts, keep=is_short(), max_rounds=3)
+    other = fr.refill(lambda new: fr.rollout(policy, new, n=2), prompts, keep=is_short(), max_rounds=3)
+    return fr.update(policy, length(fr.concat(one, other)), loss=reinforce())
 
 
 @fr.flow
