@@ -14,13 +14,13 @@ from typing import Any
 
 from flowrl.errors import CheckError, ConfigError, PlanError
 from flowrl.graph.checks import find_problems
-from flowrl.graph.drift import code_in
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.graph.passes import optimise
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster
 from flowrl.mesh.placement import Placement
+from flowrl.planner.bound import bound_s
 from flowrl.planner.lower import plan_of
 from flowrl.planner.options import Choices
 from flowrl.planner.problem import Found, Problem, host_bytes
@@ -71,20 +71,40 @@ def plan(
 def plan_found(found: Found, graph: Graph) -> Plan:
     """The plan of the best that a search has found, with what the search looked at. `graph` is that of `problem_of`.
 
+    The search counts copies of parked state inside the calls that need it; a plan may hide them beside other work. So all that
+    the search kept is planned, and another one than its best is taken where that is faster by more than `Problem.tie`.
+
     Errors: PlanError when nothing was found that fits; `flowrl.planner.relax.explain` says why.
     """
     if found.best is None:
         raise PlanError("FR-P01: no plan fits")
-    return replace(plan_of(found.problem, found.best, graph), operator_hashes=code_in(graph), searched=_searched(found))
+    kept = list({id(one): one for one in (found.best, found.fastest, *found.others) if one is not None}.values())
+    plans = [plan_of(found.problem, one, graph) for one in kept]
+    timed = [
+        replace(one, seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
+        for one, plan in zip(kept, plans, strict=True)
+    ]
+    least = min(range(len(plans)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
+    is_tied = (
+        timed[0].seconds <= timed[least].seconds * (1 + found.problem.tie)
+        and timed[0].numerics <= timed[least].numerics
+    )
+    chosen = 0 if is_tied else least
+    listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
+    ranked = sorted(listed, key=lambda one: one.seconds)
+    placed = replace(found, best=timed[chosen], others=tuple(ranked))
+    return replace(plans[chosen], searched=_searched(placed, bound_s(found.problem, timed[least].seconds)))
 
 
-def _searched(found: Found) -> Searched:
+def _searched(found: Found, least_s: float) -> Searched:
     return Searched(
-        bound_s=found.bound_s,
+        bound_s=least_s,
         placements=found.placements,
         simulated=found.simulated,
         pruned=found.pruned,
         unfit=found.unfit,
+        is_exhaustive=found.is_exhaustive,
+        seed=found.problem.effort.seed,
         alternatives=tuple(
             Alternative(
                 str(one.placement),

@@ -101,6 +101,18 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
     return tuple(sorted(roles, key=lambda role: not role.is_engine))
 
 
+def rows_of(graph: Graph, workload: Workload) -> dict[str, float]:
+    """Rows that each node gives in one step (an update: takes), by name; inside a refill `refill.rollout`, of all rounds."""
+    reader = _Reader(graph, workload)
+    reader.calls()
+    found = dict(reader.rows)
+    for node in graph:
+        if node.body is not None:
+            inner = rows_of(node.body, workload)
+            found |= {f"{node.name}.{name}": count * workload.rounds for name, count in inner.items()}
+    return found
+
+
 def _of(call: Call, role: str) -> Call:
     return Call(call.node, role, call.work, call.sequences, call.after, call.steps, call.share)
 
@@ -123,7 +135,7 @@ class _Reader:
     found: list[Call] = field(default_factory=list)
 
     def calls(self) -> tuple[Call, ...]:
-        shares = _shares(self.graph)
+        shares = shares_of(self.graph)
         for node in self.graph:
             self._read(node, shares[node.name])
         return tuple(self.found)
@@ -157,8 +169,9 @@ class _Reader:
         else:
             self.before[name] = waits
         keeps_tokens = KINDS[node.kind].adds_columns or node.kind in ("select", "repeat")
-        if node.kind == "apply":
-            keeps_tokens = not TOKENS & {str(getattr(column, "name", column)) for column in node["operator"].writes}
+        if node.kind == "apply":  # a filter decides which rows are left
+            written = {str(getattr(column, "name", column)) for column in node["operator"].writes}
+            keeps_tokens = not node["operator"].is_filter and not TOKENS & written
         self.tokens[name] = base if keeps_tokens else self.before[name]
 
     def _add(self, node: Node, name: str, model: str, rows: float, waits: frozenset[str], share: float) -> None:
@@ -203,7 +216,7 @@ class _Reader:
         return given[0]
 
 
-def _shares(graph: Graph) -> dict[str, float]:
+def shares_of(graph: Graph) -> dict[str, float]:
     """In which part of the steps each node runs: less than 1 only behind an `every`."""
     shares = {node.name: 0.0 for node in graph}
     for root in graph.roots:

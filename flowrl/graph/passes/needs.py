@@ -40,6 +40,30 @@ def needed_columns(graph: Graph, *, inference: Inference | None = None) -> dict[
     return found
 
 
+def own_reads(node: Node, needs: Needs) -> list[Names]:
+    """For each input of a node, the columns that its own work looks at: those it only passes on are left out.
+
+    A join looks at what it brings over, a buffer and a reduction over rows at all that they give. What a node without need does
+    (see `Needs.is_idle`) is not done. Weights have no columns.
+    """
+    if needs.is_idle(node):
+        return [NONE for _ in node.inputs]
+    if node.kind == "refill":  # of its own it only asks which rows to keep
+        return [NONE for _ in node.inputs]
+    moves_all = node.kind in ("join", "buffer", "every") or (node.kind == "reduce" and node.get("by") is not None)
+    found = _READS[node.kind](node, needs.rows.get(node.name, NONE) if moves_all else NONE, needs)
+    if node.kind == "join":  # what stands on the left stays where it is
+        found = [
+            frozenset({node["on"]}) if port == "rows" else names
+            for (port, _), names in zip(node.inputs, found, strict=True)
+        ]
+    known = [needs.scope.types[source] for _, source in node.inputs]
+    return [
+        names & frozenset(rows.columns) if isinstance(rows, RowsType) else NONE
+        for names, rows in zip(found, known, strict=True)
+    ]
+
+
 class Needs:
     """Needed columns of one scope: `rows` by node name, `bodies` by the node that holds the sub-graph."""
 

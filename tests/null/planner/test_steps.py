@@ -139,7 +139,8 @@ def test_a_plan_simulates_to_what_it_predicts() -> None:
 
 def test_async_is_predicted_by_its_period() -> None:
     plan = made(max_staleness=1)
-    assert plan.predicted.seconds == 52.0264
+    # the optimizer comes in, then the update uses it, then the weights go: the next one cannot come in before
+    assert plan.predicted.seconds == pytest.approx(1.5 + 52.0 + 0.0264)
     assert plan.predicted.latency_s == 83.0266
     assert "async, staleness up to 1" in str(plan) and "83.0 s from its first step to its last" in str(plan)
 

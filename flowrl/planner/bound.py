@@ -1,0 +1,67 @@
+"""Seconds that no plan of a problem goes below, whatever is moved when.
+
+The search counts copies of parked state inside the calls that need it. A plan that hides them beside other work may so be faster
+than the least that the search allows for. Here the calls are without them:
+
+    min over splits and sizes of
+        the best order of calls, each with the least that any option has; copies of parked state and handovers take no time
+
+Memory counts for each role alone only: what roles share a mesh could all be parked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowrl.planner.fill import Budget, Spent
+from flowrl.planner.holds import moves_s
+from flowrl.planner.options import Option
+from flowrl.planner.problem import INFINITE, Problem
+from flowrl.planner.search import num_splits
+from flowrl.planner.space import Space
+from flowrl.planner.tree import Leaf, Tree
+
+
+class _Free(Space):
+    """The same problem, with state that is moved in no time."""
+
+    def every_option(self, role: int, size: int) -> tuple[Option, ...]:
+        mine = self.roles[role]
+        found: list[Option] = []
+        for option in super().every_option(role, size):
+            moving = [moves_s(self.problem, mine, option, call) for call in mine.calls]
+            if any(moving):
+                seconds = tuple(max(0.0, a - b) for a, b in zip(option.seconds, moving, strict=True))
+                option = replace(option, seconds=seconds)
+            found.append(option)
+        return tuple(found)
+
+
+def bound_s(problem: Problem, limit_s: float = INFINITE, branches: int = 20_000) -> float:
+    """No plan of the search space takes less; at most `limit_s`. Infinite where nothing fits and there is no limit.
+
+    Args:
+        limit_s: seconds of a plan that is known. What cannot be below them is not looked at.
+        branches: partial placements that are looked at. Where they do not suffice the bound is that of those left: lower, and
+            right.
+    """
+    space = _Free(problem)
+    if num_splits(len(space.roles)) > branches:
+        return min(limit_s, space.free_bound_s())
+    best = limit_s
+    tree = Tree(space, space.splits, Budget(branches), lambda _: best)
+    try:
+        for leaf in tree.leaves():  # the lowest bound first
+            if space.meshes(leaf.sizes) is not None:
+                best = min(best, _shortest_s(space, leaf))
+    except Spent:
+        return min(best, tree.open_s)
+    return best
+
+
+def _shortest_s(space: Space, leaf: Leaf) -> float:
+    """Of a split with sizes: in the best order, each call with the least that any option has."""
+    size_of = {role: size for mine, size in zip(leaf.split, leaf.sizes, strict=True) for role in mine}
+    seconds = [0.0 if call is None else space.least(role, size_of[role])[call] for role, call, _ in space.work]
+    shape = space.shape(leaf.split)
+    return space.cost(shape, seconds, shape.shortest(seconds)[0])

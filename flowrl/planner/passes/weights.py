@@ -1,0 +1,190 @@
+"""Pass: what moves when weights change their layout, to the byte, and the waits before that.
+
+Bytes are those of the boxes of `flowrl.planner.reshard`. Where engine and trainer share a mesh of one node, the order of the
+engine's ranks is the one under which the busiest device receives least; an order that takes a tensor-parallel group across nodes
+is never taken. Above `MOST_DEVICES` the closed form of `flowrl.planner.handover` stands, and a setting of the step says so.
+
+Weights change in place, so that all devices of both sides meet first: a step of kind sync, which takes a message's time for each
+doubling of the devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flowrl.cost.shapes import ModelShape
+from flowrl.errors import ConfigError
+from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.planner.boxes import Holding, even_stages
+from flowrl.planner.draft import Draft
+from flowrl.planner.passes.calls import handover_name
+from flowrl.planner.problem import Problem
+from flowrl.planner.reshard import BUCKET_BYTES, traffic_of, wire_s
+from flowrl.planner.roles import Role
+from flowrl.planner.steps import Predicted, Step
+from flowrl.planner.tasks import Lane, StepKind
+
+MOST_DEVICES = 96
+"""Of both sides together, for which boxes are counted: half a second and more beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A reshard counted box by box."""
+
+    layout: Layout
+    """Of the target, with the order of its ranks."""
+    seconds: float
+    total_bytes: int
+    """Received by all devices together."""
+    across_bytes: int
+    received_bytes: int
+    """By the busiest device."""
+
+
+def weights(draft: Draft) -> Draft:
+    """Exact handovers, assignments of weights, and the waits before them."""
+    return _synced(_assigned(_exact(draft)))
+
+
+# ----------------------------------------------------------------------------------------------------------- handovers
+
+
+def _exact(draft: Draft) -> Draft:
+    """Handovers counted box by box; the engine's steps get the layout with the order of its ranks."""
+    problem, placed = draft.problem, draft.placed
+    layouts: dict[str, Layout] = {}
+    changed: dict[str, Step] = {}
+    for role in problem.roles:
+        if not role.weights_from:
+            continue
+        step = draft.step(handover_name(role.name))
+        (source, giving), (mesh, option) = placed[role.weights_from], placed[role.name]
+        found = exact(role.shape, problem.cluster, source, giving.layout, mesh, option.layout, giving.is_on_host)
+        if found is None:
+            changed[step.name] = replace(step, settings=(*step.settings, ("bytes", "closed form")))
+            continue
+        layouts[role.name] = found.layout
+        changed[step.name] = _moved(problem, step, found)
+    steps = []
+    for step in draft.steps:
+        step = changed.get(step.name, step)
+        layout = layouts.get(str(dict(step.settings).get("role", "")))
+        steps.append(step if layout is None or step.layout is None else replace(step, layout=layout))
+    return replace(draft, steps=tuple(steps))
+
+
+def _moved(problem: Problem, step: Step, found: Exact) -> Step:
+    lanes = (Lane.COMPUTE, Lane.NVLINK, *((Lane.NIC,) if found.across_bytes else ()))
+    buckets = math.ceil(found.received_bytes / BUCKET_BYTES)
+    settings = (*step.settings, ("buckets", buckets), ("bucket_bytes", BUCKET_BYTES))
+    predicted = replace(step.predicted, seconds=found.seconds, num_bytes=found.total_bytes)
+    return replace(step, lanes=lanes, predicted=predicted, layout=found.layout, settings=settings)
+
+
+@lru_cache(maxsize=512)
+def exact(
+    shape: ModelShape, cluster: Cluster, source: Mesh, giving: Layout, target: Mesh, taking: Layout, is_on_host: bool
+) -> Exact | None:
+    """A reshard counted box by box, in the order of the target's ranks that moves least; None where that would take too long,
+    or where the layouts do not cut the model evenly."""
+    if source.size + target.size > MOST_DEVICES:
+        return None
+    per_node = cluster.devices_per_node
+    orders = [taking]
+    if taking.tp > 1 and source == target and not target.spans_nodes(per_node):
+        orders = [taking.ordered("mod"), taking.ordered("div")]
+    found: list[Exact] = []
+    tensors = tuple(shape.modules())
+    try:
+        before = _holding(shape, giving, source)
+        for layout in orders:
+            traffic = traffic_of(tensors, before, _holding(shape, layout, target), devices_per_node=per_node)
+            seconds = wire_s(traffic, cluster, host_bytes_per_element=4 if is_on_host else 0, is_copied=True)
+            found.append(
+                Exact(
+                    layout,
+                    seconds,
+                    sum(one.received_bytes for one in traffic.values()),
+                    sum(one.received_across_bytes for one in traffic.values()),
+                    max(one.received_bytes for one in traffic.values()),
+                )
+            )
+    except ConfigError:
+        return None
+    return min(found, key=lambda one: (one.received_bytes, one.total_bytes))
+
+
+def _holding(shape: ModelShape, layout: Layout, mesh: Mesh) -> Holding:
+    stages = even_stages(shape.layers, layout.pp) if layout.pp > 1 else ()
+    return Holding(layout, mesh.devices, kv_heads=shape.kv_heads, stage_layers=stages, is_tied=shape.tied)
+
+
+# --------------------------------------------------------------------------------------------------------- assignments
+
+
+def _assigned(draft: Draft) -> Draft:
+    """A step for each node that gives one model the weights of another (`assign`, `ema`), behind all else on both meshes."""
+    for node in draft.graph:
+        if node.kind not in ("assign", "ema"):
+            continue
+        target = _role(draft, node.source("model"))
+        source = _role(draft, node.source("source"))
+        if target is None or source is None:
+            continue
+        (mesh, taking), (origin, giving) = draft.placed[target.name], draft.placed[source.name]
+        found = exact(
+            target.shape, draft.problem.cluster, origin, giving.layout, mesh, taking.layout, giving.is_on_host
+        )
+        if found is None:
+            continue
+        every = int(node.get("every", 1) or 1)
+        last = [slots[-1].name for one in (mesh, origin) if (slots := draft.slots(one))]
+        step = Step(node.name, node.name, StepKind.RESHARD, mesh, (), Predicted(0.0), tuple(dict.fromkeys(last)), origin,
+                    taking.layout, (target.model,), (("role", target.name), ("from", source.name)))  # fmt: skip
+        step = _moved(draft.problem, step, replace(found, layout=taking.layout, seconds=found.seconds / every))
+        parked = []
+        for one in draft.parked:
+            uses, writers = one.uses, one.writers
+            if one.state.name == "parameters" and one.state.role in (source.name, target.name):
+                uses = (*uses, step.name)
+                writers = (*writers, step.name) if one.state.role == target.name else writers
+            parked.append(replace(one, uses=uses, writers=writers))
+        draft = replace(draft.with_steps([step]), parked=tuple(parked))
+    return draft
+
+
+def _role(draft: Draft, name: str) -> Role | None:
+    """The role that keeps the weights of a node that gives some: the trainer or scorer, not the engine."""
+    while draft.graph[name].kind != "input":
+        name = next((s for p, s in draft.graph[name].inputs if p == "model"), draft.graph[name].inputs[0][1])
+    return next((role for role in draft.problem.roles if role.model == name and not role.is_engine), None)
+
+
+# --------------------------------------------------------------------------------------------------------------- waits
+
+
+def _synced(draft: Draft) -> Draft:
+    """In front of each change of weights, a wait that all devices of both sides share."""
+    added: list[Step] = []
+    changed: list[Step] = []
+    for step in draft.steps:
+        if step.kind is StepKind.RESHARD:
+            size = len(step.devices)
+            seconds = draft.problem.cluster.alpha_s * math.ceil(math.log2(size)) if size > 1 else 0.0
+            wait = Step(
+                f"{step.name}.sync",
+                step.node,
+                StepKind.SYNC,
+                step.mesh,
+                (),
+                Predicted(seconds),
+                step.after,
+                step.source,
+            )
+            added.append(wait)
+            step = replace(step, after=(wait.name,))
+        changed.append(step)
+    return replace(draft, steps=tuple(changed)).with_steps(added)
