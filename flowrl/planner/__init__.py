@@ -15,6 +15,7 @@ relax        when nothing fits: why, and what would
 lower        from a placement to a plan
 tasks        what the simulator runs
 simulate     seconds and memory of a set of tasks
+views        what a plan can be shown as
 steps        the plan: steps on meshes, in a file or as a table
 boxes        parts of tensors
 reshard      what moves when weights change their layout, exactly

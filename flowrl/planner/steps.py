@@ -19,6 +19,7 @@ from flowrl.planner.codec import decode, encode
 from flowrl.planner.report import Searched
 from flowrl.planner.simulate import Memory, Schedule, lower_bound, memory, period, schedule
 from flowrl.planner.tasks import Hold, Lane, StepKind, Task
+from flowrl.planner.views import Viewed
 from flowrl.planner.workload import Workload
 
 FORMAT = "flowrl plan"
@@ -112,7 +113,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Viewed):
     """How one iteration of a flow is computed on a cluster. Every device walks its own steps, in the order of the list.
 
     `Plan.of` makes one from steps that have no times yet.

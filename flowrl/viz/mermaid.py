@@ -55,7 +55,7 @@ def to_mermaid(graph: Graph, inference: Inference | None = None) -> str:
     scope = inference or infer(graph)
     lines = ["flowchart LR", *_scope(scope, "", "    ")]
     for number, name in enumerate(graph.outputs):
-        lines.append(f"    out{number}{_shape('output', _label(['returned']))}")
+        lines.append(f"    out{number}{_shape('output', label_of(['returned']))}")
         lines.append(f"    {_id(name, '')} {_arrow(scope, name)} out{number}")
         lines.append(f"    class out{number} output")
     lines += [f"    classDef {name} {style}" for name, style in STYLES.items()]
@@ -65,13 +65,13 @@ def to_mermaid(graph: Graph, inference: Inference | None = None) -> str:
 def _scope(scope: Inference, prefix: str, indent: str) -> Iterator[str]:
     by_sort: dict[str, list[str]] = {}
     for node in scope.graph:
-        sort = _sort(node)
+        sort = sort_of(node)
         by_sort.setdefault(sort, []).append(_id(node.name, prefix))
-        yield f"{indent}{_id(node.name, prefix)}{_shape(sort, _label(_words(node)))}"
+        yield f"{indent}{_id(node.name, prefix)}{_shape(sort, label_of(words_of(node)))}"
         if node.name in scope.bodies:
             body = scope.bodies[node.name]
             inside = f"{prefix}{node.name}/"
-            title = _label([f"{node.name}: repeats {body.graph.name}"])
+            title = label_of([f"{node.name}: repeats {body.graph.name}"])
             yield f"{indent}subgraph {_id('body', inside)}[{title}]"
             yield from _scope(body, inside, indent + "    ")
             yield f"{indent}end"
@@ -88,7 +88,7 @@ def _scope(scope: Inference, prefix: str, indent: str) -> Iterator[str]:
         yield f"{indent}class {','.join(ids)} {sort}"
 
 
-def _sort(node: Node) -> str:
+def sort_of(node: Node) -> str:
     if node.kind == "input":
         return "model" if node["kind"] == "weights" else "table"
     if KINDS[node.kind].gives == "weights":
@@ -99,7 +99,7 @@ def _sort(node: Node) -> str:
     return "choice" if is_choice else "rows"
 
 
-def _words(node: Node) -> list[str]:
+def words_of(node: Node) -> list[str]:
     """The lines of a node's label: its name, its kind where that says more, and its telling parameters."""
     operator, loss = node.get("operator") or node.get("keep"), node.get("loss")
     lines = [node.name]
@@ -119,12 +119,12 @@ def _words(node: Node) -> list[str]:
 def _arrow(scope: Inference, source: str) -> str:
     kind = scope.types[source]
     if isinstance(kind, WeightsType):
-        return f"-. {_label([str(kind.provenance)])} .->"
+        return f"-. {label_of([str(kind.provenance)])} .->"
     node = scope.graph[source]
     added = written_by(node) if node.kind not in ("rollout", "prompts_from") else ()
     what = "rows" if not added else "+ " + ", ".join(added[:3]) + (" ..." if len(added) > 3 else "")
     size = f" x{kind.group_size}" if isinstance(kind, RowsType) and kind.group_size and node.kind == "rollout" else ""
-    return f"-- {_label([what + size])} -->"
+    return f"-- {label_of([what + size])} -->"
 
 
 def _shape(sort: str, label: str) -> str:
@@ -132,7 +132,7 @@ def _shape(sort: str, label: str) -> str:
     return f"{left}{label}{right}"
 
 
-def _label(lines: list[str]) -> str:
+def label_of(lines: list[str]) -> str:
     """A quoted label; characters that Mermaid or HTML would read are written as entities."""
     escaped = (re.sub(r"[^\w .,:+=*/@()-]", lambda m: f"#{ord(m.group())};", line) for line in lines)
     return '"' + "<br/>".join(escaped) + '"'

@@ -1,0 +1,337 @@
+"""The page of a plan: one file that opens from anywhere, without a network, and can be read without JavaScript.
+
+Example:
+    Path("plan.html").write_text(plan_html(plan, graph=grpo), encoding="utf-8")
+
+The pictures are drawn here, in Python. The script only adds what a finger or a mouse asks for. Nothing is fetched: the policy
+in the head forbids it, and all texts are escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+from flowrl.graph.flows import Flow
+from flowrl.graph.nodes import Graph
+from flowrl.planner.measured import Comparison
+from flowrl.planner.steps import Plan
+from flowrl.viz import units
+from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, dataflow
+from flowrl.viz.devices import device_map
+from flowrl.viz.flowchart import edge_table, flowchart
+from flowrl.viz.gantt import gantt
+from flowrl.viz.measured import Seen, seen
+from flowrl.viz.memory import memory_chart
+from flowrl.viz.palette import KINDS, css, hatches, swatch
+from flowrl.viz.residuals import residuals, sentence, table as residual_table
+from flowrl.viz.scene import GREY, Scene, place_of, scene
+from flowrl.viz.stacks import Stack, stacks, used
+from flowrl.viz.svg import Markup, join, tag
+from flowrl.viz.verdict import Figure, figures, strip
+from flowrl.viz.versions import histogram, version_lane, versions
+from flowrl.viz.why import looked_at, pareto, table as rival_table
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""Content-Security-Policy of the page."""
+MOST_CHARTS = 6
+"""Memory charts of each sort; the fullest are drawn and the others are named."""
+
+Measurements = Comparison | Iterable[Any]
+
+
+def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measurements | None = None) -> str:
+    """The page.
+
+    Args:
+        graph: the flow that was planned; with it the dataflow has its nodes and columns, what was pruned included.
+        measured: what a run of the plan took; see `flowrl.viz.measured.seen`.
+
+    Raises `ConfigError` for a graph or measurements of another plan.
+    """
+    drawn, spans = scene(plan), seen(plan, measured)
+    on_devices, on_hosts = stacks(plan)
+    shown = figures(drawn, on_devices, on_hosts, graph)
+    if isinstance(measured, Comparison) and measured.measured_s is not None:
+        shown = (shown[0], _measured_figure(measured), *shown[1:])
+    parts = [
+        _section("timeline", "Timeline", _timeline(drawn, spans)),
+        _section("devices", "Devices", _devices(drawn, on_devices)),
+        _section("memory", "Memory", _memory(drawn, on_devices, on_hosts)),
+        _section("dataflow", "Dataflow", _dataflow(dataflow(drawn, graph))),
+        _section("why", "Why this plan", _why(plan)),
+    ]
+    if spans:
+        parts.append(_section("measured", "Predicted and measured", _measured(drawn, spans)))
+    if plan.max_staleness:
+        parts.append(_section("versions", "Versions of the weights", _versions(drawn)))
+    parts.append(_section("steps", "Steps", _steps(drawn)))
+    title = f"plan {plan.name}"
+    body = [hatches(), _head(plan, shown), _nav(parts), tag("main", *(part for _, _, part in parts)), _foot(plan)]
+    return _page(title, plan, drawn, on_devices, on_hosts, join(*body))
+
+
+def _page(
+    title: str, plan: Plan, drawn: Scene, devices: tuple[Stack, ...], hosts: tuple[Stack, ...], body: Markup
+) -> str:
+    facts = {
+        "data-makespan-s": repr(drawn.makespan_s),
+        "data-device-bytes": str(max((one.usage.peak_bytes for one in devices), default=0)),
+        "data-host-bytes": str(max((one.usage.peak_bytes for one in hosts), default=0)),
+    }
+    attributes = "".join(f' {name}="{value}"' for name, value in facts.items())
+    head = join(
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", title),
+        Markup(f"<style>{css()}{asset('page.css')}</style>"),
+    )
+    data = Markup(f'<script type="application/json" id="plan">{plan_data(plan)}</script>')
+    script = Markup(f"<script>{asset('page.js')}</script>")
+    return f'<!doctype html>\n<html lang="en"{attributes}><head>{head}</head><body>\n{body}\n{data}\n{script}\n</body></html>\n'
+
+
+def asset(name: str) -> str:
+    """A file of the package's own, as text."""
+    return files("flowrl.viz").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def plan_data(plan: Plan) -> Markup:
+    """The plan's JSON for a script element: nothing in it can end the element or begin another."""
+    compact = json.dumps(json.loads(plan.to_json()), separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        compact = compact.replace(letter, f"\\u{ord(letter):04x}")
+    return Markup(compact)  # other letters than ASCII are escaped by json.dumps
+
+
+def notebook_html(plan: Plan, graph: Flow | Graph | None = None, *, height: int = 760) -> str:
+    """The page in a frame of its own, for notebooks: neither's style reaches the other."""
+    page = html.escape(plan_html(plan, graph), quote=True)
+    return (
+        f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{html.escape(f"plan {plan.name}")}" '
+        f'style="width:100%;height:{height}px;border:0"></iframe>'
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- sections
+
+
+def _section(name: str, title: str, inside: Markup) -> tuple[str, str, Markup]:
+    return (
+        name,
+        title,
+        tag("section", tag("h2", title, id=f"{name}-head"), inside, id=name, aria_labelledby=f"{name}-head"),
+    )
+
+
+def _nav(parts: list[tuple[str, str, Markup]]) -> Markup:
+    links = (tag("a", title, href=f"#{name}") for name, title, _ in parts)
+    return tag("nav", tag("div", *links), aria_label="Parts of the page")
+
+
+def _head(plan: Plan, shown: tuple[Figure, ...]) -> Markup:
+    cluster = plan.cluster
+    how = f"asynchronous, staleness up to {plan.max_staleness}" if plan.max_staleness else "synchronous"
+    lead = (
+        f"{len(plan.steps)} steps on {cluster.num_devices} × {cluster.device.name} in {cluster.nodes} "
+        f"node{'s' if cluster.nodes > 1 else ''}, {how}. Times and memory are predicted unless they are called measured."
+    )
+    return tag("header", tag("h1", f"Plan {plan.name}"), tag("p", lead, class_="lead"), strip(shown))
+
+
+def _measured_figure(measured: Comparison) -> Figure:
+    took, count = measured.measured_s or 0.0, measured.iterations
+    counted = "of one iteration" if count == 1 else f"median of {count} iterations"
+    off = f", {units.percent(measured.ratio - 1, signed=True)} against predicted" if measured.ratio else ""
+    return Figure("step time, measured", units.seconds(took), f"{counted}{off}")
+
+
+def _foot(plan: Plan) -> Markup:
+    words = (
+        f"Plan {plan.hash} of graph {plan.graph_hash}. The plan itself is in this file, as JSON in the element “plan”. "
+        "Keys: + and − stretch time, 0 shows all of it, comma and full stop move it, arrows go from mark to mark, "
+        "t turns the theme, Escape lets go."
+    )
+    return tag("footer", tag("p", words))
+
+
+def _timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
+    alone = ""
+    if drawn.plan.max_staleness:
+        alone = (
+            " One iteration alone is drawn; iterations overlap, and one version follows another every "
+            f"{units.seconds(drawn.plan.predicted.seconds)} (predicted): see Versions."
+        )
+    words = (
+        f"Predicted: {units.seconds(drawn.makespan_s)} from the first step to the last. A thick outline is the "
+        f"critical path; hatched grey is idle, with what it waits for.{' Dashed outlines are measured.' if spans else ''}{alone}"
+    )
+    kinds = dict.fromkeys(bar.step.kind for bar in drawn.bars if KINDS[bar.step.kind][0])
+    roles = [_legend(swatch(hue, hatched), name, "r", name) for name, hue, hatched in drawn.roles]
+    if any(not bar.role for bar in drawn.bars):
+        roles.append(_legend(swatch(GREY), "no model", "r", "(no model)"))
+    moves = [_legend(swatch(GREY, KINDS[kind][0]), KINDS[kind][1]) for kind in kinds]
+    return join(
+        tag("p", words, class_="lead"), tag("ul", *roles, *moves, class_="legend"), tag("figure", gantt(drawn, spans))
+    )
+
+
+def _legend(mark: Markup, name: str, kind: str = "", value: str = "") -> Markup:
+    return tag("li", mark, tag("span", name), data_filter=kind or None, data_value=value if kind else None)
+
+
+def _devices(drawn: Scene, on_devices: tuple[Stack, ...]) -> Markup:
+    words = (
+        "A stripe is a role that computes on these devices, with its layout and its predicted part of the iteration; "
+        "stripes of one device take turns. Below them: the predicted peak of the device's memory. Point at a device for its "
+        "ranks and bytes."
+    )
+    return join(tag("p", words, class_="lead"), tag("figure", device_map(drawn, on_devices)))
+
+
+def _memory(drawn: Scene, on_devices: tuple[Stack, ...], on_hosts: tuple[Stack, ...]) -> Markup:
+    words = "Predicted by the simulator that decided whether the plan fits. Devices whose memory is the same are drawn once."
+    kinds = [_legend(swatch(one.hue, one.hatch), one.name, "c", one.name) for one in used(drawn.plan)]
+    drawings: list[Markup] = []
+    for name, found in (("devices", on_devices), ("hosts", on_hosts)):
+        for index, stack in enumerate(found[:MOST_CHARTS]):
+            drawings.append(tag("figure", memory_chart(stack, drawn.makespan_s, f"mem-{name}-{index}")))
+        if len(found) > MOST_CHARTS:
+            rest = "; ".join(f"{one.name}: {units.size(one.usage.peak_bytes)}" for one in found[MOST_CHARTS:])
+            drawings.append(tag("p", f"Not drawn, as they are less full (predicted peaks): {rest}.", class_="lead"))
+    if not on_hosts:
+        drawings.append(tag("p", "The plan keeps nothing in the memory of hosts.", class_="lead"))
+    return join(
+        tag("p", words, class_="lead"), tag("ul", *kinds, class_="legend"), *drawings, _peaks((*on_devices, *on_hosts))
+    )
+
+
+def _peaks(found: tuple[Stack, ...]) -> Markup:
+    head = ("where", "predicted peak", "of", "at", "during", "consists of")
+    rows = []
+    for stack in found:
+        usage = stack.usage
+        parts = ", ".join(f"{what} {units.size(num_bytes)}" for what, num_bytes in usage.parts)
+        cells = (
+            tag("td", units.size(usage.peak_bytes), class_="num"),
+            tag("td", units.size(stack.cap_bytes), class_="num"),
+            tag("td", units.seconds(usage.peak_s), class_="num"),
+            tag("td", ", ".join(usage.during)),
+            tag("td", parts, class_="wrap"),
+        )
+        rows.append(tag("tr", tag("th", stack.name, scope="row"), *cells))
+    return _folded("Peaks as a table", _table(head, rows))
+
+
+def _dataflow(flow: Dataflow) -> Markup:
+    said = {
+        DATA: "rows move or stay; the label says predicted bytes and time, or how many columns stay where they are",
+        WEIGHTS: "versions of weights",
+        CONTROL: "order alone" if flow.has_graph else "waits for its end; rows may stay on the same devices",
+    }
+    kinds = {edge.kind for edge in flow.edges}
+    items = [tag("li", _sample(kind), tag("span", f"{kind}: {words}")) for kind, words in said.items() if kind in kinds]
+    words = (
+        "Nodes of the flow, by the mesh they run on. Crossed out is what nothing needs: it is not computed, and columns "
+        "that nothing reads are not moved. Click an edge for its columns."
+        if flow.has_graph
+        else "Computations of the plan, by the mesh they run on. Give the flow to see its nodes and columns: "
+        "plan.to_html(graph=flow)."
+    )
+    return join(
+        tag("p", words, class_="lead"), tag("ul", *items, class_="legend"), tag("figure", flowchart(flow)),
+        _folded("Edges as a table, with columns", edge_table(flow)),
+    )  # fmt: skip
+
+
+def _sample(kind: str) -> Markup:
+    path = tag("path", d="M1,7 H27", class_="line")
+    return tag(
+        "svg",
+        tag("g", path, class_=f"edge {kind}"),
+        width=28,
+        height=14,
+        viewbox="0 0 28 14",
+        class_="swatch",
+        aria_hidden="true",
+    )
+
+
+def _why(plan: Plan) -> Markup:
+    scatter = pareto(plan)
+    words = looked_at(plan)
+    if plan.searched is not None and scatter is None:
+        words += " No other plan came close enough to be kept."
+    figure = None if scatter is None else tag("figure", scatter)
+    return join(tag("p", words, class_="lead"), tag("div", rival_table(plan), class_="scroll"), figure)
+
+
+def _measured(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
+    return join(
+        tag("p", sentence(drawn, spans)), tag("figure", residuals(drawn, spans)),
+        _folded("Steps, predicted and measured, as a table", residual_table(drawn, spans)),
+    )  # fmt: skip
+
+
+def _versions(drawn: Scene) -> Markup:
+    found = versions(drawn)
+    words = (
+        f"{len(found.published_s)} iterations simulated together. The number in a bar is its iteration; a dashed line is the "
+        "moment at which an iteration is complete and its version of the weights is there. All predicted."
+    )
+    return join(
+        tag("p", words, class_="lead"), tag("figure", version_lane(drawn, found)),
+        tag("figure", histogram(found, drawn.plan.max_staleness)),
+    )  # fmt: skip
+
+
+def _steps(drawn: Scene) -> Markup:
+    head = (
+        "",
+        "step",
+        "node",
+        "kind",
+        "where",
+        "layout",
+        "start",
+        "seconds",
+        "moved",
+        "memory",
+        "waits for",
+        "reads or moves",
+    )
+    rows = []
+    for bar in drawn.bars:
+        step, predicted = bar.step, bar.step.predicted
+        cells = (
+            tag("td", str(bar.index) + ("*" if bar.is_critical else ""), class_="num"),
+            tag("th", step.name, scope="row"),
+            tag("td", step.node),
+            tag("td", str(step.kind)),
+            tag("td", place_of(drawn.plan, step)),
+            tag("td", "" if step.layout is None else str(step.layout), class_="mono"),
+            tag("td", units.seconds(bar.start_s), class_="num"),
+            tag("td", units.seconds(bar.end_s - bar.start_s), class_="num"),
+            tag("td", units.size(predicted.num_bytes) if predicted.num_bytes else "", class_="num"),
+            tag("td", units.size(predicted.memory_bytes), class_="num"),
+            tag("td", ", ".join(step.after)),
+            tag("td", ", ".join(step.reads), class_="wrap"),
+        )
+        rows.append(tag("tr", *cells, data_k=bar.index))
+    words = (
+        "In the order in which they start; * is on the critical path. Start, seconds, moved and memory are predicted."
+    )
+    return join(tag("p", words, class_="lead"), tag("div", _table(head, rows), class_="scroll"))
+
+
+def _table(head: tuple[str, ...], rows: list[Markup]) -> Markup:
+    return tag("table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", *rows))
+
+
+def _folded(words: str, inside: Markup) -> Markup:
+    return tag("details", tag("summary", words), tag("div", inside, class_="scroll"))

@@ -1,0 +1,156 @@
+"""How full devices and hosts are over time, stacked by category, under the line of what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from flowrl.viz import units
+from flowrl.viz.axis import LEFT, WIDTH, Axis
+from flowrl.viz.palette import hatch
+from flowrl.viz.stacks import Layer, Stack
+from flowrl.viz.svg import Markup, fitted, join, line, number, picture, rect, tag, text, width_of
+
+TALL, FLAT = 168.0, 64.0
+"""Height of the plot; of one in which nothing changes."""
+TOP, BOTTOM = 30.0, 24.0
+LABEL = 13.0
+"""The least height of a layer that carries its name."""
+HEADROOM = 1.04
+SMALL = 0.4
+"""Where the peak is a smaller part of what there is, the line of what there is lies above the picture."""
+
+
+def memory_chart(stack: Stack, makespan_s: float, name: str) -> Markup:
+    """The memory of a stack's first device or host as SVG; `name` makes its ids."""
+    axis = Axis(makespan_s)
+    usage = stack.usage
+    is_small = usage.peak_bytes < SMALL * stack.cap_bytes
+    most = max(usage.peak_bytes * 1.5 if is_small else stack.cap_bytes, usage.peak_bytes) * HEADROOM
+    tall = FLAT if len(stack.moments) <= 2 else TALL
+    bottom = TOP + tall
+    scale = tall / most if most else 0.0
+    moments = [moment_s for moment_s in stack.moments if moment_s <= makespan_s]
+    below = [0.0] * len(moments)
+    areas: list[Markup] = []
+    names: list[Markup] = []
+    for layer in stack.layers:
+        above = [level + layer.at(moment_s) for level, moment_s in zip(below, moments, strict=True)]
+        areas.append(_area(axis, stack, layer, moments, below, above, bottom, scale))
+        names.append(_name(axis, layer, moments, below, above, bottom, scale))
+        below = above
+    free = stack.cap_bytes - usage.peak_bytes
+    during = f" during {', '.join(usage.during)}" if usage.during else ""
+    words = (
+        f"peak {units.size(usage.peak_bytes)} of {units.size(stack.cap_bytes)} (predicted)"
+        f"{during}, {units.size(abs(free))} {'free' if free >= 0 else 'too much'}"
+    )
+    cap_y = TOP if is_small else bottom - stack.cap_bytes * scale
+    cap_words = f"all there is: {units.size(stack.cap_bytes)}{', far above this picture ↑' if is_small else ''}"
+    peak_x, peak_y = axis.x(usage.peak_s), bottom - usage.peak_bytes * scale
+    clip = tag("clipPath", rect(LEFT - 1, 0, WIDTH - LEFT + 1, bottom + 20), id=f"{name}-clip")
+    return picture(
+        name, WIDTH, bottom + BOTTOM, f"Predicted memory of {stack.name} over one iteration", f"{stack.name}: {words}",
+        tag("defs", clip),
+        text(8, 16, fitted(stack.name, 420, size=13), class_="group"),
+        text(WIDTH - 16, 16, fitted(words, 660), class_="over-cap" if free < 0 else "note", text_anchor="end"),
+        _scale(stack, most, bottom, scale), axis.grid(TOP, bottom),
+        tag("g", join(*areas, *names), clip_path=f"url(#{name}-clip)"),
+        line(LEFT, cap_y, WIDTH - 16, cap_y, class_="cap far" if is_small else "cap"),
+        text(LEFT + 6, cap_y - 4 if cap_y > TOP + 8 else cap_y + 13, cap_words, class_="capname"),
+        tag("g", tag("circle", cx=peak_x, cy=peak_y, r=3.5, class_="peak"), data_x=f"{usage.peak_s:.9g}"),
+        class_="mem", data_most=f"{makespan_s:.9g}",
+    )  # fmt: skip
+
+
+def _area(
+    axis: Axis,
+    stack: Stack,
+    layer: Layer,
+    moments: Sequence[float],
+    below: Sequence[float],
+    above: Sequence[float],
+    bottom: float,
+    scale: float,
+) -> Markup:
+    """A band between two step lines; only where it has a height."""
+    d = "".join(
+        _band([(axis.x(moment_s), bottom - low * scale, bottom - high * scale) for moment_s, low, high in run])
+        for run in _runs(moments, axis.most_s, below, above)
+    )
+    peak = max((level for _, level in layer.levels), default=0)
+    at_peak = layer.at(stack.usage.peak_s)
+    tip = f"{layer.category.name}: at most {units.size(peak)}, {units.size(at_peak)} at the peak (predicted)"
+    hatched = hatch(layer.category.hatch, layer.category.hue)
+    return tag(
+        "g",
+        tag("title", tip),
+        tag("path", d=d, class_=f"area f{layer.category.hue}"),
+        tag("path", d=d, fill=hatched, class_="area over") if hatched else None,
+        class_="layer",
+        data_c=layer.category.name,
+    )
+
+
+def _runs(
+    moments: Sequence[float], most_s: float, below: Sequence[float], above: Sequence[float]
+) -> Iterator[list[tuple[float, float, float]]]:
+    """Stretches in which the layer has a height: (seconds, lower and upper edge from then on), closed by their end."""
+    run: list[tuple[float, float, float]] = []
+    for moment_s, low, high in zip(moments, below, above, strict=True):
+        if high > low and (not run or run[-1][1:] != (low, high)):
+            run.append((moment_s, low, high))
+        elif high <= low and run:
+            yield [*run, (moment_s, *run[-1][1:])]
+            run = []
+    if run and run[-1][0] < most_s:
+        yield [*run, (most_s, *run[-1][1:])]
+
+
+def _band(corners: Sequence[tuple[float, float, float]]) -> str:
+    """A path along the upper steps and back along the lower ones; corners are (x, y below, y above)."""
+    upper: list[tuple[float, float]] = []
+    lower: list[tuple[float, float]] = []
+    for (x, low, high), (following, _, _) in pairwise(corners):
+        upper += [(x, high), (following, high)]
+        lower += [(x, low), (following, low)]
+    points = [*upper, *lower[::-1]]
+    return "M" + "L".join(f"{number(float(x))},{number(float(y))}" for x, y in points) + "Z"
+
+
+def _name(
+    axis: Axis,
+    layer: Layer,
+    moments: Sequence[float],
+    below: Sequence[float],
+    above: Sequence[float],
+    bottom: float,
+    scale: float,
+) -> Markup:
+    """The name of a layer, once, in its longest even stretch that is high enough."""
+    best: tuple[float, float, float] | None = None  # width, x, y
+    start = 0
+    count = len(moments)
+    for index in range(1, count + 1):
+        is_end = index == count or (below[index], above[index]) != (below[start], above[start])
+        if not is_end:
+            continue
+        end_s = axis.most_s if index == count else moments[index]
+        width = axis.width(end_s - moments[start])
+        height = (above[start] - below[start]) * scale
+        if height >= LABEL and (best is None or width > best[0]):
+            best = (width, axis.x(moments[start]), bottom - (above[start] + below[start]) / 2 * scale)
+        start = index
+    name = layer.category.name
+    if best is None or width_of(name, size=11) + 12 > best[0]:
+        return Markup("")
+    return text(best[1] + 6, best[2] + 4, name, class_="label small", data_c=name)
+
+
+def _scale(stack: Stack, most: float, bottom: float, scale: float) -> Markup:
+    found = []
+    for tick in units.ticks(most / units.GIB, 5 if most * scale > FLAT + 1 else 2):
+        y = bottom - tick * units.GIB * scale
+        found.append(line(LEFT - 4, y, WIDTH - 16, y, class_="grid"))
+        found.append(text(LEFT - 8, y + 4, f"{tick:,.4g} GiB", class_="tick", text_anchor="end"))
+    return tag("g", join(*found), aria_hidden="true")

@@ -1,0 +1,163 @@
+"""A plan's timeline in the trace format of Chrome, which Perfetto opens: predicted and measured above each other.
+
+One process per node and source (predicted, measured), one thread per device and lane. `ph` X are steps, C memory by category,
+s and f the ends of an arrow from a step to one that waits for its move.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flowrl.planner.measured import Comparison
+from flowrl.planner.steps import Plan
+from flowrl.planner.tasks import Lane
+from flowrl.viz.measured import Seen, seen
+from flowrl.viz.palette import LANES
+from flowrl.viz.scene import Bar, Scene, place_of, scene
+from flowrl.viz.stacks import Stack, stacks
+from flowrl.viz.svg import clean
+
+MICRO = 1e6
+MEASURED = 1000
+"""Added to a node's number for the process of what was measured."""
+HOST_TID = 1_000_000
+
+Event = dict[str, Any]
+
+
+def trace_json(plan: Plan, measured: Comparison | Iterable[Any] | None = None) -> str:
+    """The trace as JSON. Times are microseconds since the beginning of the iteration.
+
+    Args:
+        measured: as of `flowrl.viz.measured.seen`. A step whose start was not measured is drawn at its predicted one.
+    """
+    drawn, spans = scene(plan), seen(plan, measured)
+    on_devices, on_hosts = stacks(plan)
+    events = [*_names(drawn, bool(spans)), *_steps(drawn), *_memory(drawn, (*on_devices, *on_hosts)), *_arrows(drawn)]
+    events += _measured(drawn, spans)
+    facts = {
+        "plan": clean(plan.name),
+        "hash": plan.hash,
+        "what": "predicted" + (" and measured" if spans else ""),
+        "makespan_s": drawn.makespan_s,
+        "device_bytes": max((one.usage.peak_bytes for one in on_devices), default=0),
+        "host_bytes": max((one.usage.peak_bytes for one in on_hosts), default=0),
+    }
+    values = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": events}
+    return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _threads(drawn: Scene, bar: Bar) -> Iterator[tuple[int, int, Lane]]:
+    """(node, thread, lane) of a step: a thread of each device and lane, or of a node's CPUs."""
+    per_node = drawn.plan.cluster.devices_per_node
+    for lane in bar.step.lanes:
+        if lane is Lane.HOST:
+            for node in sorted({device // per_node for device in bar.step.devices}):
+                yield node, HOST_TID, lane
+        else:
+            for device in bar.step.devices:
+                yield device // per_node, _thread(device, lane), lane
+
+
+def _thread(device: int, lane: Lane) -> int:
+    return device * 10 + list(Lane).index(lane) + 1
+
+
+def _names(drawn: Scene, has_measured: bool) -> Iterator[Event]:
+    found: dict[tuple[int, int], str] = {}
+    for bar in drawn.bars:
+        for node, thread, lane in _threads(drawn, bar):
+            device = "" if lane is Lane.HOST else f"device {thread // 10} "
+            found[node, thread] = f"{device}{LANES[lane]}"
+    for node in sorted({node for node, _ in found}):
+        for offset, source in ((0, "predicted"), *(((MEASURED, "measured"),) if has_measured else ())):
+            pid = node + 1 + offset
+            yield _named("process_name", pid, 0, f"{source}: node {node}")
+            yield {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": pid,
+                "tid": 0,
+                "args": {"sort_index": 2 * node + bool(offset)},
+            }
+    for (node, thread), name in sorted(found.items()):
+        for offset in (0, *((MEASURED,) if has_measured else ())):
+            yield _named("thread_name", node + 1 + offset, thread, name)
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _steps(drawn: Scene) -> Iterator[Event]:
+    for bar in drawn.bars:
+        predicted = bar.step.predicted
+        args = {
+            "node": clean(bar.step.node),
+            "where": clean(place_of(drawn.plan, bar.step)),
+            "predicted_s": predicted.seconds,
+            "bytes": predicted.num_bytes,
+            "memory_bytes": predicted.memory_bytes,
+            "critical": bar.is_critical,
+        }
+        if bar.step.layout is not None:
+            args["layout"] = str(bar.step.layout)
+        for node, thread, _ in _threads(drawn, bar):
+            yield _slice(bar, node + 1, thread, bar.start_s, bar.end_s - bar.start_s, args)
+
+
+def _slice(bar: Bar, pid: int, tid: int, start_s: float, seconds: float, args: dict[str, Any]) -> Event:
+    return {"ph": "X", "name": clean(bar.step.name), "cat": str(bar.step.kind), "pid": pid, "tid": tid, "ts": start_s * MICRO,
+            "dur": seconds * MICRO, "args": args}  # fmt: skip
+
+
+def _memory(drawn: Scene, found: tuple[Stack, ...]) -> Iterator[Event]:
+    """A counter for each stack, at the process of its first device or host; devices that are alike share one.
+
+    What is held for no time at all is in no layer, and may be the peak: so the peak is a counter of its own.
+    """
+    per_node = drawn.plan.cluster.devices_per_node
+    for stack in found:
+        node = stack.indices[0] if stack.is_host else stack.indices[0] // per_node
+        name = f"memory of {stack.name}, predicted bytes"
+        for moment_s in stack.moments:
+            args = {layer.category.name: layer.at(moment_s) for layer in stack.layers}
+            yield {"ph": "C", "name": name, "pid": node + 1, "ts": moment_s * MICRO, "args": args}
+        peak = {"peak": stack.usage.peak_bytes}
+        yield {
+            "ph": "C",
+            "name": f"peak of {stack.name}, predicted bytes",
+            "pid": node + 1,
+            "ts": stack.usage.peak_s * MICRO,
+            "args": peak,
+        }
+
+
+def _arrows(drawn: Scene) -> Iterator[Event]:
+    """From what a step waits for to the step, with the bytes that come that way."""
+    by_name = {bar.step.name: bar for bar in drawn.bars}
+    number = 0
+    for bar in drawn.bars:
+        for name in bar.step.after:
+            source = by_name[name]
+            start, end = next(_threads(drawn, source), None), next(_threads(drawn, bar), None)
+            if start is None or end is None:
+                continue
+            number += 1
+            moved = source.step.predicted.num_bytes or bar.step.predicted.num_bytes
+            common = {"name": "waits for", "cat": "edge", "id": number, "args": {"bytes": moved}}
+            yield {"ph": "s", **common, "pid": start[0] + 1, "tid": start[1], "ts": source.end_s * MICRO}
+            yield {"ph": "f", "bp": "e", **common, "pid": end[0] + 1, "tid": end[1], "ts": bar.start_s * MICRO}
+
+
+def _measured(drawn: Scene, spans: Iterable[Seen]) -> Iterator[Event]:
+    for one in spans:
+        bar = drawn.bar(one.step)
+        start_s = bar.start_s if one.start_s is None else one.start_s
+        args: dict[str, Any] = {"measured_s": one.seconds, "predicted_s": bar.step.predicted.seconds}
+        if one.device_bytes is not None:
+            args["measured_device_bytes"] = one.device_bytes
+        for node, thread, _ in _threads(drawn, bar):
+            yield _slice(bar, node + 1 + MEASURED, thread, start_s, one.seconds, args)

@@ -1,0 +1,44 @@
+"""Seconds, bytes and counts in words for people: the same in every picture."""
+
+from __future__ import annotations
+
+import math
+
+from flowrl.cost.text import size_text as size, time_text as seconds
+
+__all__ = ["GIB", "count", "percent", "ranges", "seconds", "size", "ticks"]
+
+GIB = 2**30
+
+
+def percent(part: float, *, signed: bool = False) -> str:
+    """As "31 %", "+4.2 %"."""
+    shown = part * 100
+    digits = 0 if abs(shown) >= 10 or shown == 0 else 1
+    return f"{shown:+.{digits}f} %" if signed else f"{shown:.{digits}f} %"
+
+
+def count(number: float) -> str:
+    """As "12,345"."""
+    return f"{number:,.0f}"
+
+
+def ranges(numbers: list[int] | tuple[int, ...] | range) -> str:
+    """As "0–7, 16"."""
+    found: list[list[int]] = []
+    for one in sorted(numbers):
+        if found and one == found[-1][1] + 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in found)
+
+
+def ticks(most: float, wanted: int = 8) -> list[float]:
+    """Round numbers from 0 to at most `most`, about `wanted` of them."""
+    if not most > 0:
+        return [0.0]
+    rough = most / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [index * step for index in range(int(most / step + 1e-9) + 1)]

@@ -1,0 +1,160 @@
+"""The plan in a line of figures: how long, how fast, what holds it up, how full, how near to the best, how sure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flowrl.graph.flows import Flow
+from flowrl.graph.nodes import Graph
+from flowrl.mesh.devices import Efficiency
+from flowrl.planner.roles import rows_of
+from flowrl.planner.tasks import Lane
+from flowrl.viz import units
+from flowrl.viz.palette import LANES
+from flowrl.viz.scene import Scene
+from flowrl.viz.stacks import Stack
+from flowrl.viz.svg import Markup, join, tag
+
+_UNIT = re.compile(r" (%|s|ms|B|KiB|MiB|GiB|tok/s)\b")
+"""A number and its unit stay on one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of the strip.
+
+    Example:
+        Figure("iteration", "123.1 s", "predicted")
+    """
+
+    name: str
+    value: str
+    note: str = ""
+    part: float | None = None
+    """Of what there is; drawn as a gauge."""
+
+
+def figures(
+    scene: Scene, devices: tuple[Stack, ...], hosts: tuple[Stack, ...], graph: Flow | Graph | None = None
+) -> tuple[Figure, ...]:
+    """The figures of the verdict strip, in the order in which they are shown."""
+    plan, outlook = scene.plan, scene.plan.predicted
+    note = (
+        "predicted, from one version of the weights to the next"
+        if plan.max_staleness
+        else "predicted, of one iteration"
+    )
+    found = [Figure("step time", units.seconds(outlook.seconds), note)]
+    tokens = sampled_tokens(scene, graph)
+    if tokens is not None and outlook.seconds:
+        rate = tokens / outlook.seconds
+        per_device = rate / plan.cluster.num_devices
+        found.append(
+            Figure(
+                "sampled",
+                f"{units.count(rate)} tok/s",
+                f"response tokens, predicted; {units.count(per_device)} per device",
+            )
+        )
+    found.append(_bottleneck(scene))
+    device_cap, host_cap = plan.cluster.device.memory_bytes, plan.cluster.host.memory_bytes
+    found.append(_memory("device memory", devices, device_cap))
+    found.append(_memory("host memory", hosts, host_cap))
+    found.append(_optimality(scene))
+    found.append(_calibration(scene))
+    return tuple(found)
+
+
+def sampled_tokens(scene: Scene, graph: Flow | Graph | None) -> float | None:
+    """Response tokens that an iteration samples; None where the number of responses is not known."""
+    workload = scene.plan.workload
+    if workload is None:
+        return None
+    mean = workload.response_lengths.mean
+    if graph is None:
+        count = workload.group_size
+        return workload.prompts * count * workload.rounds * mean if count else None
+    whole = graph.graph() if isinstance(graph, Flow) else graph
+    rows = rows_of(whole, workload)
+    sampled = [rows[name] for name, kind in _kinds(whole) if kind == "rollout" and name in rows]
+    return sum(sampled) * mean if sampled else None
+
+
+def _kinds(graph: Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for node in graph:
+        yield prefix + node.name, node.kind
+        if node.body is not None:
+            yield from _kinds(node.body, f"{prefix}{node.name}.")
+
+
+def _bottleneck(scene: Scene) -> Figure:
+    """The lane that is busy for most of the time."""
+    tracks = [
+        (track.busy_s, -i, group.name, track.lane) for i, group in enumerate(scene.groups) for track in group.tracks
+    ]
+    if not tracks or not scene.plan.predicted.seconds:
+        return Figure("bottleneck", "none", "nothing takes time")
+    busy_s, _, name, lane = max(tracks)
+    part = min(1.0, busy_s / scene.plan.predicted.seconds)
+    what = LANES[lane] if lane is not Lane.HOST else "the CPUs"
+    return Figure("bottleneck", f"{what}, {units.percent(part)} busy", f"predicted, of {name}", part)
+
+
+def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
+    if not stacks:
+        return Figure(name, "none held", f"of {units.size(capacity)}", 0.0)
+    fullest = stacks[0]
+    peak = fullest.usage.peak_bytes
+    during = f", during {', '.join(fullest.usage.during)}" if fullest.usage.during else ""
+    return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", f"predicted peak{during}", peak / capacity)
+
+
+def _optimality(scene: Scene) -> Figure:
+    searched = scene.plan.searched
+    if searched is None:
+        return Figure("optimality", "not searched", "written by hand: compared with no other plan")
+    gap = searched.gap(scene.plan.predicted.seconds)
+    if not searched.is_exhaustive:
+        return Figure(
+            "optimality",
+            f"at most {units.percent(gap)} from best",
+            "found by a seeded random search, under the cost model",
+        )
+    if gap < 5e-4:
+        return Figure("optimality", "best there is", "no plan of the search space is faster, under the cost model")
+    return Figure(
+        "optimality",
+        f"at most {units.percent(gap)} from best",
+        f"no plan is below {units.seconds(searched.bound_s)}, under the cost model",
+    )
+
+
+def _calibration(scene: Scene) -> Figure:
+    cluster = scene.plan.cluster
+    assumed = cluster.efficiency == Efficiency()
+    value = "assumed" if assumed else "set for this cluster"
+    links = (
+        f"{len(cluster.measured)} tables of measured collectives" if cluster.measured else "no collective was measured"
+    )
+    said = "efficiencies are FlowRL's defaults" if assumed else "efficiencies differ from the defaults"
+    return Figure("calibration", value, f"{said}; {links}")
+
+
+def strip(found: tuple[Figure, ...]) -> Markup:
+    """The figures as HTML."""
+    return tag("dl", join(*(_card(figure) for figure in found)), class_="strip")
+
+
+def _card(figure: Figure) -> Markup:
+    gauge = None
+    if figure.part is not None:
+        over = " over" if figure.part > 1 else ""
+        width = f"width:{100 * min(1.0, figure.part):.1f}%"
+        gauge = tag("span", tag("span", style=width), class_=f"meter{over}", aria_hidden="true")
+    return tag(
+        "div",
+        tag("dt", figure.name),
+        tag("dd", tag("strong", _UNIT.sub("\u00a0\\1", figure.value)), gauge, tag("small", figure.note)),
+    )

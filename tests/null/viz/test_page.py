@@ -1,0 +1,332 @@
+"""The page: hostile texts stay text, everything agrees, it is small, and it can be read without a script."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+import flowrl as fr
+import flowrl.viz
+from flowrl.errors import ConfigError
+from flowrl.planner.measured import Comparison, compare
+from flowrl.planner.steps import Plan
+from flowrl.planner.views import VIEWS
+from flowrl.trace import Event
+from flowrl.viz.html import POLICY, asset, notebook_html, plan_html
+from flowrl.viz.measured import Seen, seen
+from flowrl.viz.svg import clean
+from tests.null.viz.cases import HOSTILE, hostile as hostile_plan, large
+
+MOST_BYTES = 400_000
+MOST_SCRIPT_BYTES = 60_000
+SECTIONS = ("timeline", "devices", "memory", "dataflow", "why", "steps")
+VOID = {"meta", "br", "input", "link", "img", "path"}
+
+
+class Reader(HTMLParser):
+    """Tags with attributes, text by the tag it stands in, and whether every element is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> ends something else"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+def data_of(page: str) -> str:
+    found = re.search(r'<script type="application/json" id="plan">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return plan_html(large())
+
+
+def test_every_view_is_there(page: str) -> None:
+    ids = {attributes.get("id") for _, attributes in read(page).tags}
+    assert ids >= {*SECTIONS, "gantt", "map", "mem-devices-0", "mem-hosts-0", "flow", "pareto", "plan"}
+
+
+def test_pictures_are_well_formed_and_described(page: str) -> None:
+    drawings = re.findall(r"<svg[^>]*role=\"img\".*?</svg>", page, re.DOTALL)
+    assert len(drawings) >= 7
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        space = "{http://www.w3.org/2000/svg}"
+        assert root.findtext(f"{space}title") and root.findtext(f"{space}desc")
+        assert not re.search(r"\b(nan|inf)\b", drawing)
+
+
+def test_ids_are_unlike_each_other(page: str) -> None:
+    ids = [attributes["id"] for _, attributes in read(page).tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_policy_forbids_everything_from_outside(page: str) -> None:
+    tags = read(page).tags
+    assert ("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}) in tags
+    for tag, attributes in tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "image", "use", "foreignobject")
+        assert not {"src", "srcset", "data", "action", "xlink:href"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+
+
+def test_it_is_small(page: str) -> None:
+    assert len(page.encode()) < MOST_BYTES
+    assert len(asset("page.js").encode()) < MOST_SCRIPT_BYTES
+    assert len(plan_html(large(max_staleness=2), measured=[Seen("rollout", 50.0)]).encode()) < MOST_BYTES
+
+
+def test_hostile_texts_stay_text() -> None:
+    plan = hostile_plan()
+    page = plan_html(plan, measured=[Seen(HOSTILE, 2.0)])
+    found = read(page)
+    assert [tag for tag, _ in found.tags].count("script") == 2
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert "img" not in {tag for tag, _ in found.tags}
+    inside = [text for tag, text in found.texts if tag not in ("script", "style") and "alert(1)" in text]
+    assert any(clean(HOSTILE) in text for text in inside), "the name is shown as it is"
+    assert "\x00" not in page and "\u202e" not in page
+    assert Plan.from_json(data_of(page)) == plan
+
+
+@pytest.mark.parametrize("name", sorted(set(VIEWS) - {"text"}))
+def test_hostile_names_end_no_string(name: str) -> None:
+    from flowrl.planner.views import view
+
+    text = view(name, hostile_plan())
+    if name == "trace":
+        json.loads(text)
+    elif name == "dot":
+        assert all(re.fullmatch(r'(?:[^"\\]|"(?:[^"\\]|\\.)*")*', line) for line in text.splitlines())
+    elif name == "mermaid":
+        assert "<script" not in text and "<img" not in text
+    elif name == "notebook":
+        assert text.count("<") == 2 and text.startswith("<iframe") and text.endswith("</iframe>")
+
+
+def test_plan_page_and_trace_agree(page: str) -> None:
+    plan = large()
+    facts = read(page).tags[0][1]
+    written = json.loads(data_of(page))["predicted"]
+    trace = json.loads(plan.to_trace())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    peaks = [e["args"]["peak"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"].startswith("peak of dev")]
+    for makespan_s in (
+        float(facts["data-makespan-s"] or 0),
+        written["latency_s"],
+        trace["otherData"]["makespan_s"],
+        max(event["ts"] + event["dur"] for event in slices) / 1e6,
+    ):
+        assert makespan_s == pytest.approx(plan.predicted.latency_s, abs=1e-9)
+    for device_bytes in (
+        int(facts["data-device-bytes"] or 0),
+        written["device_bytes"],
+        trace["otherData"]["device_bytes"],
+        max(peaks),
+    ):
+        assert device_bytes == plan.predicted.device_bytes
+    for host_bytes in (int(facts["data-host-bytes"] or 0), written["host_bytes"], trace["otherData"]["host_bytes"]):
+        assert host_bytes == plan.predicted.host_bytes
+
+
+def test_predicted_is_said_where_numbers_are(page: str) -> None:
+    main = page[page.index("<main") :]
+    for section in re.findall(r"<section.*?</section>", main, re.DOTALL):
+        assert "redicted" in section
+
+
+def test_the_same_plan_gives_the_same_page(page: str) -> None:
+    assert plan_html(large()) == page
+
+
+# --------------------------------------------------------------------------------------------------------- measured
+
+
+def test_measured_is_shown_beside_predicted() -> None:
+    plan = large()
+    page = plan_html(plan, measured=[Seen("rollout", 48.2 * 1.31), Seen("update_policy", 31.4)])
+    assert "rollout took 14.9 s longer than predicted (+31 %): 63.1 s measured, 48.2 s predicted" in page
+    assert "16 of 18 steps were not measured" in page
+    assert page.count('class="measured"') == 2
+    assert 'id="measured"' not in plan_html(plan)
+
+
+def ran(plan: Plan, attribute: str = "device_bytes") -> Comparison:
+    """Two iterations of the first step alone; the first does not count."""
+    what = {"plan_step": "rollout", attribute: 20}
+    return compare(
+        plan, [Event("compute", "rollout", step, 100.0 * step, 100.0 * step + 50.0, attributes=what) for step in (0, 1)]
+    )
+
+
+def test_a_comparison_of_a_run_is_read() -> None:
+    plan = large()
+    assert seen(plan, ran(plan)) == (Seen("rollout", 50.0, None, 20),)
+    assert seen(plan, ran(plan, "process_bytes")) == (Seen("rollout", 50.0),), (
+        "the memory of a process is not that of a device"
+    )
+    page = plan_html(plan, measured=ran(plan))
+    assert "step time, measured" in page and "median of 1 iterations" not in page
+    with pytest.raises(ConfigError, match="draw the plan that ran"):
+        seen(plan, ran(large(max_staleness=1)))
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([Seen("rolout", 1.0)], "did you mean 'rollout'"),
+        ([Seen("rollout", 1.0), Seen("rollout", 2.0)], "measured twice"),
+        ([object()], "needs the step's name and its seconds"),
+    ],
+)
+def test_measurements_of_something_else_are_refused(measured: list[object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        seen(large(), measured)
+
+
+# ------------------------------------------------------------------------------------------------- other forms, views
+
+
+def test_trace_has_predicted_and_measured_processes_and_flows() -> None:
+    trace = json.loads(large().to_trace(measured=[Seen("rollout", 50.0)]))["traceEvents"]
+    names = {event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    assert {"predicted: node 0", "measured: node 0", "predicted: node 7"} <= names
+    assert {event["ph"] for event in trace} == {"M", "X", "C", "s", "f"}
+    starts = {event["id"]: event for event in trace if event["ph"] == "s"}
+    ends = {event["id"]: event for event in trace if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(starts[number]["ts"] <= ends[number]["ts"] + 1e-3 for number in starts)
+    assert any(event["args"]["bytes"] == 96 * 2**20 for event in starts.values())
+    known = {(event["pid"], event["tid"]) for event in trace if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in trace if event["ph"] in "Xsf"} <= known
+    assert sum(event["ph"] == "X" and event["pid"] > 1000 for event in trace) == 32, "one for each device of the step"
+
+
+def test_dot_and_mermaid_have_all_nodes_meshes_and_moves() -> None:
+    for text in (large().to_dot(), large().to_mermaid()):
+        for name in ("rollout", "update_policy", "96.0 MiB", "112.0 GiB"):
+            assert name in text
+    assert large().to_dot().count("subgraph cluster_") == large().to_mermaid().count("subgraph m") == 4
+
+
+@pytest.mark.parametrize("width", [20, 60, 100, 160])
+def test_text_fits_a_terminal(width: int) -> None:
+    text = large().to_text(width=width, measured=[Seen("rollout", 60.0)])
+    assert max(map(len, text.splitlines())) <= max(60, width)
+    assert "predicted" in text and "51.1 GiB of 80.0 GiB" in text
+
+
+def test_text_shows_times_in_proportion() -> None:
+    rows = [line for line in large().to_text(width=120).splitlines() if line.startswith("  compute ")]
+    first, second = (row[18:] for row in rows)
+    assert first.count("A") / 102 == pytest.approx(48.2 / large().predicted.latency_s, abs=0.02)
+    assert second.startswith("·" * 30) and "·" in first
+
+
+def test_a_view_that_nobody_draws_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.planner.views.VIEWS", {})
+    with pytest.raises(ConfigError, match=r"import flowrl\.viz"):
+        large().to_html()
+
+
+def test_files_are_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    plan = large()
+    for name in ("to_html", "to_dot", "to_mermaid", "to_trace"):
+        text = getattr(plan, name)(tmp_path / name)
+        assert (tmp_path / name).read_text(encoding="utf-8") == text
+    assert plan._repr_html_() == notebook_html(plan)
+
+
+# --------------------------------------------------------------------------------------------------- with the flow
+
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    "tie_word_embeddings": True, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+@fr.operator(writes={"reward": fr.SAMPLE.f32, "unread": fr.SAMPLE.f32})
+def score(response: fr.SAMPLE.str):  # type: ignore[valid-type, no-untyped-def]
+    return {"reward": [1.0] * len(response), "unread": [1.0] * len(response)}
+
+
+@fr.flow
+def tiny(prompts, policy, ref):  # type: ignore[no-untyped-def]
+    rows = score(fr.rollout(policy, prompts, n=4))
+    rows = fr.logprobs(ref, rows, out="ref_logprobs")
+    return fr.update(policy, rows, loss=plain())
+
+
+@fr.loss
+def plain(logprobs: fr.TOKEN.f32, reward: fr.SAMPLE.f32):  # type: ignore[valid-type, no-untyped-def]
+    return -logprobs * reward
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return fr.plan(
+        tiny,
+        models={"policy": SHAPE, "ref": SHAPE},
+        cluster="2xA100-80G",
+        workload=fr.Workload(16, fr.Lengths.fixed(128), fr.Lengths.fixed(256)),
+    )
+
+
+def test_what_was_pruned_is_shown_as_pruned(planned: Plan) -> None:
+    page = planned.to_html(graph=tiny)
+    reader = read(page)
+    rows = re.findall(r"<tr data-edge=.*?</tr>", page)
+    assert any("struck" in row and "unread" in row for row in rows), "a column that nothing reads"
+    pruned = [
+        attributes for tag, attributes in reader.tags if tag == "rect" and "pruned" in (attributes.get("class") or "")
+    ]
+    assert len(pruned) == 2, "the reference model and its log-probabilities"
+    assert "policy t → t+1" in page
+
+
+def test_a_plan_of_another_flow_is_refused(planned: Plan) -> None:
+    with pytest.raises(ConfigError, match="give the flow that was planned"):
+        large().to_html(graph=tiny)
+
+
+def test_edges_carry_bytes(planned: Plan) -> None:
+    from flowrl.viz.dataflow import dataflow
+    from flowrl.viz.scene import scene
+
+    flow = dataflow(scene(planned), tiny)
+    (edge,) = (edge for edge in flow.edges if edge.source == "rollout" and not edge.is_pruned)
+    tokens = 16 * 4 * 256
+    assert edge.carried_bytes > tokens * 4, "at least the token ids"
+    assert "response_ids" in edge.columns
+    assert all(edge.is_pruned == ("ref" in edge.source + edge.target) for edge in flow.edges)
