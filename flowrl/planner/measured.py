@@ -96,6 +96,11 @@ class Comparison:
             return None
         return max(0.0, self.measured_s - sum(step.measured_s or 0.0 for step in self.steps))
 
+    @property
+    def beside_s(self) -> float:
+        """Predicted seconds that do not add to the iteration, because steps run beside each other."""
+        return max(0.0, sum(step.predicted_s for step in self.steps) - self.predicted_s)
+
     def largest(self, count: int = 3) -> tuple[StepMeasured, ...]:
         """The steps that are off by the most seconds, the worst first."""
         ranked = sorted(self.steps, key=lambda step: -step.error_s)
@@ -129,6 +134,11 @@ class Comparison:
             found.append(f"memory predicted is of the device; measured, of the {self.memory}: {how}")
         if self.unplanned_s is not None:
             found.append(f"outside of the plan's steps: {time_text(self.unplanned_s)} per iteration measured")
+        if self.beside_s > 0.01 * self.predicted_s:
+            found.append(
+                f"predicted to run beside other steps: {time_text(self.beside_s)} per iteration; one process does one after the "
+                "other"
+            )
         largest = self.largest()
         if largest:
             shown = (

@@ -11,7 +11,7 @@ from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Graph, Node
 from flowrl.model import Model
 from flowrl.planner.steps import Plan, Setting, Step
-from flowrl.planner.tasks import StepKind
+from flowrl.planner.tasks import Lane, StepKind
 
 OPTIMIZERS = ("adam_fp32", "adam_master")
 """States of the optimizer that the engines have: moments and master weights in fp32."""
@@ -127,7 +127,10 @@ class _Settings:
     def _share(self, step: Step, name: str, share: float) -> None:
         """The plan gives an engine's memory to others between its calls. This one keeps it, so it gets what they leave."""
         capacity = self.plan.cluster.device.memory_bytes
-        others = max((one.predicted.memory_bytes for one in self.plan.steps if one.node != step.node), default=0)
+        others = max(
+            (s.predicted.memory_bytes for s in self.plan.steps if s.node != step.node and Lane.COMPUTE in s.lanes),
+            default=0,
+        )
         free = max(0.0, 1 - others / capacity)
         if free < LEAST_SHARE:
             raise ConfigError(

@@ -176,6 +176,8 @@ def run_local(
         prepared, bound = _bound(plan, prepared, settings)
         drift = (*drift, *bound.drift)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
+    if bound is not None:
+        bound.check_hosts(hosts)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
     about = describe(
         prepared.graph, prepared.notes, prepared.models, prepared.data, settings, steps=steps, seed=seed, engine=engine
@@ -220,9 +222,8 @@ def _executor(
     }
     if bound is None:
         return Executor(**shared)
-    from flowrl.runtime.planned import PlannedExecutor, refuse_offload
+    from flowrl.runtime.planned import PlannedExecutor
 
-    refuse_offload(bound.plan, hosts)
     return PlannedExecutor(**shared, program=bound.program, observer=observation)
 
 

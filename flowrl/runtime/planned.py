@@ -9,7 +9,7 @@ A plan is executed as it is or refused; where there is less to do than it says (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -52,6 +52,14 @@ class Bound:
         stale = self.plan.max_staleness
         late = f"plan: allows a staleness of {stale}; one process is always synchronous, so it is 0"
         return (*self.program.notes, *self.applied.notes, *((late,) if stale else ()))
+
+    def check_hosts(self, hosts: Mapping[str, Host]) -> None:
+        """Errors: ConfigError where the plan keeps state off a device that the engine would leave on it; all hosts are closed."""
+        why = kept_on_device(self.plan, {host.device for host in hosts.values()})
+        if why:
+            for host in hosts.values():
+                host.close()
+            raise ConfigError(why)
 
 
 def bind(plan: Plan, graph: Graph, models: Mapping[str, Model], *, allow_drift: bool) -> Bound:
@@ -122,14 +130,12 @@ def _difference(plan: Plan, graph: Graph, then: Mapping[str, str], now: Mapping[
     )
 
 
-def refuse_offload(plan: Plan, hosts: Mapping[str, Host]) -> None:
-    """Errors: ConfigError where a plan keeps state off a device that the engine would leave on it.
+def kept_on_device(plan: Plan, devices: Iterable[str]) -> str:
+    """Why models on these devices cannot do what a plan says of state on the hosts; empty when they can.
 
     Where models are in the host's own memory, nothing is to be moved and every plan is fine.
     """
-    devices = sorted({host.device for host in hosts.values()} - {"", "cpu"})
-    if not devices:
-        return
+    apart = sorted(set(devices) - {"", "cpu"})
     asked = [
         f"'{step.name}' has {name}={value}"
         for step in plan.steps
@@ -139,12 +145,13 @@ def refuse_offload(plan: Plan, hosts: Mapping[str, Host]) -> None:
     asked += [
         f"'{step.name}' is an {step.kind}" for step in plan.steps if step.kind in (StepKind.OFFLOAD, StepKind.ONLOAD)
     ]
-    if asked:
-        raise ConfigError(
-            f"the plan moves state between {', '.join(devices)} and the host ({'; '.join(asked[:3])}"
-            f"{', ...' if len(asked) > 3 else ''}), and this version's engines keep theirs on the device; plan with "
-            "choices=Choices(offload=(Offload.NONE,)) and memory for all of it"
-        )
+    if not apart or not asked:
+        return ""
+    return (
+        f"the plan moves state between {', '.join(apart)} and the host ({'; '.join(asked[:3])}"
+        f"{', ...' if len(asked) > 3 else ''}), and this version's engines keep theirs on the device; plan with "
+        "choices=Choices(offload=(Offload.NONE,)) and memory for all of it"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ executing

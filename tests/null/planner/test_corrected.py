@@ -15,7 +15,7 @@ from flowrl.mesh.devices import Overheads
 from flowrl.planner.corrected import corrected
 from flowrl.planner.measured import Comparison, compare
 from flowrl.planner.options import Choices
-from flowrl.planner.steps import Plan
+from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
 from flowrl.trace import Event
 
@@ -24,6 +24,8 @@ WORK = fr.Workload(32, fr.Lengths.fixed(256), fr.Lengths.fixed(512), group_size=
 CHOICES = Choices(engine=EngineConstants(step_overhead_s=0.0))
 KINDS = {"rollout": "rollout", "update": "update", "update_2": "update", "score": "score", "values": "values"}
 TIMES = {"train": 1.5, "forward": 0.8, "sample": 2.0}
+"""Measured over predicted, by what a step does."""
+OPERATORS = ("kl_shaped", "gae")
 WORK_OF = {"rollout": "sample", "update": "train"}
 
 
@@ -35,13 +37,18 @@ def work_of(node: str) -> str:
     return WORK_OF.get(KINDS.get(node, "logprobs"), "forward")
 
 
+def is_call(step: Step) -> bool:
+    """Whether it runs a model: neither a move nor an operator."""
+    return step.kind is StepKind.COMPUTE and step.node not in OPERATORS
+
+
 def measured(plan: Plan, times: dict[str, float]) -> Comparison:
     """Two iterations in which every step took as long as predicted, times a number for what it does."""
     events = []
     for number in range(2):
         for step in plan.steps:
-            kind = KINDS.get(step.node, "logprobs") if step.kind is StepKind.COMPUTE else ""
-            seconds = step.predicted.seconds * times[work_of(step.node)]
+            kind = KINDS.get(step.node, "logprobs") if is_call(step) else "apply" if step.node in OPERATORS else ""
+            seconds = step.predicted.seconds * (times[work_of(step.node)] if is_call(step) else 7.0)
             events.append(
                 Event(
                     str(step.kind), step.node, number, 0.0, seconds, attributes={"plan_step": step.name, "kind": kind}
@@ -51,7 +58,7 @@ def measured(plan: Plan, times: dict[str, float]) -> Comparison:
 
 
 def seconds_of(plan: Plan) -> dict[str, float]:
-    return {step.node: step.predicted.seconds for step in plan.steps if step.kind is StepKind.COMPUTE}
+    return {step.node: step.predicted.seconds for step in plan.steps if is_call(step)}
 
 
 @pytest.fixture(scope="module")

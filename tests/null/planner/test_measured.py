@@ -112,6 +112,17 @@ def test_memory_is_the_most_of_the_iterations_that_count():
     assert compare(PLAN, [event("rollout", n, 0.0, 1.0) for n in range(3)]).memory == ""
 
 
+def test_what_was_to_run_side_by_side_is_said():
+    """Two operators beside a forward pass of the same length: a second of the iteration's three is predicted twice."""
+    host = Step("math", "math", StepKind.COMPUTE, Mesh(0, 1), (Lane.HOST,), Predicted(1.0), ("rollout",))
+    steps = [step("rollout", 2.0), step("old", 1.0, "rollout"), host]
+    beside = Plan.of("beside", "a" * 12, Cluster.named("1xA100-80G"), steps)
+    found = compare(beside, events())
+    assert (found.predicted_s, found.beside_s) == (3.0, 1.0)
+    assert "predicted to run beside other steps: 1.0 s per iteration" in str(found)
+    assert compare(PLAN, events()).beside_s == 0.0 and "beside other" not in str(compare(PLAN, events()))
+
+
 def test_the_largest_errors_come_first_and_are_in_the_text():
     found = compare(PLAN, events())
     assert [one.name for one in found.largest(2)] == ["rollout", "update"]

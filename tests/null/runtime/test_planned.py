@@ -82,6 +82,24 @@ def test_a_planned_run_is_the_run(flow, config, inputs, turn):
     assert is_moved == (turn == "backwards" and len(names) > 1 and flow.name != "reward_model")
 
 
+@pytest.mark.parametrize(("flow", "config", "inputs"), FLOWS, ids=[f.name for f, _, _ in FLOWS])
+def test_what_the_planner_makes_is_executed(flow, config, inputs):
+    """Every step of every plan: operators, handovers, waits and moves as the planner has them."""
+    graph = flow.graph(**config)
+    models = {node.name: SHAPE for node in graph.inputs if node["kind"] == "weights"}
+    workload = fr.Workload(4, fr.Lengths.fixed(6), fr.Lengths.fixed(12))
+    planned = run(graph, inputs, plan=fr.plan(graph, models=models, cluster="cpu", workload=workload))
+    assert_equal_runs(planned, run(graph, inputs))
+    rarely = {name for node in graph if node.kind == "every" for name in graph.ancestors(node.name)}
+    assert all(step.runs == 2 for step in planned.compare().steps if step.node not in rarely and flow is not ppo_warm)
+
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 258, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
 def order_of(done: fr.Run) -> list[str]:
     """Steps of the plan in the order in which the last iteration did them."""
     return [e.attributes["plan_step"] for e in done.events if e.step == 2 and "plan_step" in e.attributes]
@@ -286,15 +304,16 @@ def test_a_handover_must_name_a_model_of_the_run():
         run(grpo, MODELS, plan=plan)
 
 
-def test_state_that_a_device_keeps_is_not_said_to_be_parked(monkeypatch):
+def test_state_that_a_device_keeps_is_not_said_to_be_parked(monkeypatch, tmp_path):
     parked = plan_of(grpo, [compute("rollout"), compute("update", offload="park", park_weights=False)])
     run(grpo, MODELS, plan=parked)  # the null engine has no device to keep it on
     monkeypatch.setattr(NullHost, "device", "cuda:0")
     run(grpo, MODELS, plan=plan_of(grpo, [compute("rollout"), compute("update", offload="none", park_weights=False)]))
-    with pytest.raises(
-        ConfigError, match=r"between cuda:0 and the host \('update' has offload=park\), and this version's"
-    ):
-        run(grpo, MODELS, plan=parked)
+    closed: list[str] = []
+    monkeypatch.setattr(NullHost, "close", lambda self: closed.append(self.name))
+    with pytest.raises(ConfigError, match=r"between cuda:0 and the host \('update' has offload=park\), and this"):
+        run(grpo, MODELS, plan=parked, out=str(tmp_path))
+    assert sorted(closed) == ["policy", "ref"] and list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"'ref.park' is an offload"):
         run(grpo, MODELS, plan=plan_of(grpo, ["rollout", move(StepKind.OFFLOAD, "ref.park", "ref", "ref")]))
 
@@ -464,7 +483,7 @@ def test_recorded_rows_are_those_of_the_flow(tmp_path):
 
 
 def test_a_recipe_passes_its_plan_on():
-    options = Options(out=None, progress="off", batch=4, max_tokens=12)
+    options = Options(out=None, progress="off", batch=4, max_tokens=12, reward_workers=0)
     done = Recipe(grpo, MODELS, steps=3, engine="null", options=options, plan=plan_of(grpo)).run()
     assert done.compare().iterations == 2
     assert_equal_runs(done, run(grpo, MODELS))
