@@ -1,0 +1,247 @@
+"""Why a plan is as it is: what binds, and what the next best choice for each role would cost, found by planning without it.
+
+Everything here is predicted. The functions return values; `str` of them is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flowrl.cost.text import change_text, size_text, time_text
+from flowrl.graph.nodes import Graph
+from flowrl.mesh import Layout, Mesh
+from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.planner.figures import (
+    Chosen,
+    Summary,
+    alternative_lines,
+    binding_lines,
+    chosen,
+    placement_of,
+    role_lines,
+    summary,
+)
+from flowrl.planner.options import all_options
+from flowrl.planner.planning import plan_found
+from flowrl.planner.problem import Found, Problem
+from flowrl.planner.roles import Role
+from flowrl.planner.search import search
+from flowrl.planner.steps import Plan
+
+SHOWN = 3
+"""Others that a reason tells the price of."""
+EQUAL = 1e-9
+"""Seconds that differ by no more than this part are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What else could have been chosen, with the best that the rest makes of it."""
+
+    what: str
+    seconds: float | None
+    """Predicted; None where nothing fits then."""
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One choice for a role, and what the others would cost."""
+
+    role: str
+    choice: str
+    """`mesh`, `layout` or `offload`."""
+    chosen: str
+    seconds: float
+    """Predicted, of the plan with what was chosen."""
+    others: tuple[Other, ...]
+    """The best first; those that do not fit last."""
+    is_asked: bool = False
+    """Whether the placement asked for it."""
+    tie: float = 0.0
+    """Part by which another may be faster and still count as equal."""
+
+    def __str__(self) -> str:
+        if self.is_asked:
+            return f"{self.choice} {self.chosen}: asked for"
+        fitting = [one for one in self.others if one.seconds is not None]
+        unfit = [one.what for one in self.others if one.seconds is None]
+        shown = [f"{self.choice} {self.chosen}"]
+        if fitting:
+            shown.append(f"next best {'; '.join(map(self._cost, fitting[:SHOWN]))}")
+        elif not unfit:
+            shown.append("there is no other")
+        if unfit:
+            shown.append(f"do not fit: {', '.join(unfit)}" if len(unfit) > 1 else f"does not fit: {unfit[0]}")
+        return "; ".join(shown)
+
+    def _cost(self, other: Other) -> str:
+        assert other.seconds is not None
+        more = other.seconds - self.seconds
+        if abs(more) <= EQUAL * self.seconds:
+            sizes = f"{size_text(other.device_bytes)} per device, {size_text(other.host_bytes)} per host"
+            return f"{other.what}, as fast ({sizes})"
+        said = f"{other.what}, {'+' if more >= 0 else '-'}{time_text(abs(more))} ({change_text(other.seconds, self.seconds)})"
+        return said if more > 0 else f"{said}: a tie, below {self.tie:.1%}, and what was chosen is simpler"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a plan is as it is. `str` is text for people; all figures are predicted."""
+
+    plan: Plan
+    summary: Summary
+    placement: str = ""
+    reasons: tuple[Reason, ...] = ()
+    """Role by role. None for a plan read from a file: what it was made from is not there."""
+    relief: tuple[Other, ...] = ()
+    """The best with more of one thing that might bind; its seconds tell whether it does."""
+
+    def __str__(self) -> str:
+        shown = f"placement {self.placement}: " if self.placement else ""
+        lines = [f"{shown}predicted {time_text(self.summary.seconds)} per iteration", ""]
+        lines += [*(f"  {line}" for line in role_lines(self.plan))]
+        lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
+        lines += [f"  {_relief(one, self.summary.seconds)}" for one in self.relief]
+        if self.reasons:
+            lines += ["", "why each choice (predicted; the rest is planned anew for each):"]
+            for role in dict.fromkeys(reason.role for reason in self.reasons):
+                lines.append(f"  {role}")
+                lines += [f"    {reason}" for reason in self.reasons if reason.role == role]
+        elif self.plan.searched is not None:
+            lines += [
+                "",
+                "other splits of the roles (predicted):",
+                *(f"  {line}" for line in alternative_lines(self.plan)),
+            ]
+        return "\n".join(lines).lstrip("\n")
+
+
+def _relief(other: Other, seconds: float) -> str:
+    if other.seconds is None:
+        return f"with {other.what}: nothing fits"
+    less = seconds - other.seconds
+    if less <= 1e-6 * seconds:
+        return f"with {other.what}: no faster"
+    return (
+        f"with {other.what}: {time_text(other.seconds)}, {time_text(less)} less ({change_text(other.seconds, seconds)})"
+    )
+
+
+def explain_plan(plan: Plan) -> Explanation:
+    """What a plan says of itself, without what it was made from."""
+    return Explanation(plan, summary(plan), str(placement_of(plan)))
+
+
+def explain(problem: Problem, graph: Graph, found: Found | None = None) -> Explanation:
+    """Why the best plan of a problem is the best, found by planning again without each of its choices.
+
+    Args:
+        graph: as `problem_of` gives it.
+        found: what a search has found, if there was one already.
+
+    Raises `PlanError` when nothing fits; `flowrl.planner.relax.explain` says why.
+    """
+    plan = plan_found(found or search(problem), graph)
+    asking = _Asking(problem, graph, plan, chosen(plan))
+    reasons = [reason for role in problem.roles for reason in asking.reasons(role)]
+    return Explanation(plan, summary(plan, problem), str(placement_of(plan)), tuple(reasons), asking.relief())
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """What-if questions to the planner about one plan."""
+
+    problem: Problem
+    graph: Graph
+    plan: Plan
+    chosen: dict[str, Chosen]
+
+    def reasons(self, role: Role) -> tuple[Reason, ...]:
+        return (self._mesh(role), self._layout(role), *self._offload(role))
+
+    def relief(self) -> tuple[Other, ...]:
+        """The best with twice the memory."""
+        cluster = self.problem.cluster
+        twice = {
+            "twice the device memory": cluster.with_memory(device_bytes=2 * cluster.device.memory_bytes),
+            "twice the host memory": cluster.with_memory(host_bytes=2 * cluster.host.memory_bytes),
+        }
+        return tuple(self._best(replace(self.problem, cluster=larger), what) for what, larger in twice.items())
+
+    def _best(self, problem: Problem, what: str) -> Other:
+        found = search(replace(problem, effort=replace(problem.effort, alternatives=0)))
+        if found.best is None:
+            return Other(what, None)
+        predicted = plan_found(found, self.graph).predicted
+        return Other(what, predicted.seconds, predicted.device_bytes, predicted.host_bytes)
+
+    def _reason(self, role: Role, choice: str, what: str, others: Sequence[Other], *, is_asked: bool = False) -> Reason:
+        fitting = sorted((o for o in others if o.seconds is not None), key=lambda other: (other.seconds, other.what))
+        unfit = [other for other in others if other.seconds is None]
+        seconds = self.plan.predicted.seconds
+        return Reason(role.name, choice, what, seconds, (*fitting, *unfit), is_asked=is_asked, tie=self.problem.tie)
+
+    def _mesh(self, role: Role) -> Reason:
+        """The role alone, or with the roles of another mesh; the planner chooses all sizes and layouts anew."""
+        sets = [[placed.name for placed in group.roles] for group in placement_of(self.plan).groups]
+        home = next(names for names in sets if role.name in names)
+        beside = [name for name in home if name != role.name]
+        size = self.chosen[role.name].mesh.size
+        what = f"of {size} device{'' if size == 1 else 's'}, {f'shared with {_listed(beside)}' if beside else 'alone'}"
+        if self.problem.placement is not None and self.problem.placement.role(role.name) is not None:
+            return self._reason(role, "mesh", what, (), is_asked=True)
+        apart = [names for names in sets if names is not home]
+        mine = [beside] if beside else []
+        others = [self._best(self._split([*apart, *mine, [role.name]]), "alone")] if beside else []
+        for names in apart:
+            rest = [one for one in apart if one is not names]
+            others.append(self._best(self._split([*rest, *mine, [*names, role.name]]), f"with {_listed(names)}"))
+        return self._reason(role, "mesh", what, others)
+
+    def _layout(self, role: Role) -> Reason:
+        """The same split with each other layout of the role on as many devices."""
+        layout = self.chosen[role.name].layout
+        if self.problem.asked_layout(role.name) is not None:
+            return self._reason(role, "layout", str(layout), (), is_asked=True)
+        mesh, keep = Mesh(0, layout.size), self.problem
+        options = all_options(role, keep.cluster, mesh, keep.workload, keep.choices)
+        layouts = dict.fromkeys(option.layout for option in options if option.layout != layout.ordered("mod"))
+        others = [self._best(self._fixed(role, one), str(one)) for one in layouts]
+        return self._reason(role, "layout", str(layout), others)
+
+    def _offload(self, role: Role) -> tuple[Reason, ...]:
+        """The same split with each other class of offload; nothing for a role that has none."""
+        mine, keep = self.chosen[role.name], self.problem
+        if mine.offload is None:
+            return ()
+        if any((name, key) == (role.name, "offload") for name, key, _ in keep.only):
+            return (self._reason(role, "offload", mine.offload, (), is_asked=True),)
+        classes = [one.value for one in keep.choices.offload] if role.is_trained else ["none", "park"]
+        split = self._fixed(role, keep.asked_layout(role.name))
+        others = [
+            self._best(replace(split, only=(*keep.only, (role.name, "offload", one))), one)
+            for one in classes
+            if one != mine.offload
+        ]
+        return (self._reason(role, "offload", mine.offload, others),)
+
+    def _split(self, sets: Sequence[Sequence[str]]) -> Problem:
+        """The same problem with roles in these sets, and the layouts that were asked for."""
+        asked = self.problem.asked_layout
+        groups = (Group(tuple(Placed(name, asked(name)) for name in names)) for names in sets)
+        return replace(self.problem, placement=Placement(tuple(groups)))
+
+    def _fixed(self, role: Role, layout: Layout | None) -> Problem:
+        """The same split, with a layout of one role; the planner chooses the others, unless they were asked for."""
+        groups = []
+        for group in placement_of(self.plan).groups:
+            named = (Placed(one.name, self.problem.asked_layout(one.name)) for one in group.roles)
+            groups.append(Group(tuple(Placed(one.name, layout) if one.name == role.name else one for one in named)))
+        return replace(self.problem, placement=Placement(tuple(groups)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,281 @@
+"""The figures of a plan: seconds, tokens per second, what is busiest, and what each step holds. All of them are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from flowrl.cost.text import aligned, size_text, time_text
+from flowrl.mesh import Layout, Mesh
+from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.planner.problem import Problem
+from flowrl.planner.simulate import memory
+from flowrl.planner.steps import Plan, Setting, Step
+from flowrl.planner.tasks import Hold, Lane
+
+PARTS = 5
+"""Of what a step holds, those that a table names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one lane of a mesh does for one iteration."""
+
+    mesh: str
+    lane: Lane
+    roles: tuple[str, ...]
+    """Or nodes, where steps name no role."""
+    busy_s: float
+    critical_s: float
+    """Of the critical path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a plan, all of them predicted."""
+
+    seconds: float
+    latency_s: float
+    tokens: int | None
+    """Of one iteration, prompts and responses; None where the flow is not at hand."""
+    loads: tuple[Load, ...]
+    """The one with most of the critical path first; where iterations overlap, the busiest."""
+    longest: tuple[str, float]
+    """The step that takes longest on the critical path, and its seconds."""
+    device_bytes: int
+    device_capacity_bytes: int
+    during: str
+    """The step in which a device holds most."""
+    host_bytes: int
+    host_capacity_bytes: int
+    bound_s: float
+    """No plan of the search space takes less; without a search, no order of the plan's steps."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.tokens is None or not self.seconds else self.tokens / self.seconds
+
+    @property
+    def gap(self) -> float:
+        """By how much the seconds may be above the best there is, as a part of the bound."""
+        return max(0.0, self.seconds / self.bound_s - 1) if self.bound_s > 0 else 0.0
+
+
+def summary(plan: Plan, problem: Problem | None = None) -> Summary:
+    """The figures of a plan. `problem` is what it was made from; it knows how many sequences there are."""
+    outlook, cluster = plan.predicted, plan.cluster
+    critical = set(outlook.critical_path)
+    path = [step for step in plan.steps if step.name in critical]
+    longest = max(path, key=lambda step: step.predicted.seconds, default=None)
+    fullest = max(plan.steps, key=lambda step: (step.predicted.memory_bytes, step.predicted.seconds), default=None)
+    return Summary(
+        seconds=outlook.seconds,
+        latency_s=outlook.latency_s,
+        tokens=None if problem is None else _tokens(problem),
+        loads=_loads(plan),
+        longest=("", 0.0) if longest is None else (longest.name, longest.predicted.seconds),
+        device_bytes=outlook.device_bytes,
+        device_capacity_bytes=cluster.device.memory_bytes,
+        during="" if fullest is None else fullest.name,
+        host_bytes=outlook.host_bytes,
+        host_capacity_bytes=cluster.host.memory_bytes,
+        bound_s=outlook.bound_s if plan.searched is None else plan.searched.bound_s,
+    )
+
+
+def _tokens(problem: Problem) -> int:
+    """Tokens of all sequences that are sampled in a step; of a flow that samples nothing, of those it works on."""
+    calls = [call for role in problem.roles for call in role.calls]
+    sampled = [call for call in calls if call.work == "generate"]
+    mine = sampled or [max(calls, key=lambda call: call.sequences)]
+    return sum(round(call.share * sum(problem.workload.totals(call.sequences))) for call in mine)
+
+
+def mesh_name(plan: Plan, mesh: Mesh) -> str:
+    """`A[8]` for a mesh that the plan names, else its devices: `0-7[8]`."""
+    for name, one in plan.meshes:
+        if (one.first, one.size) == (mesh.first, mesh.size):
+            return f"{name}[{mesh.size}]"
+    return f"{mesh.first}[1]" if mesh.size == 1 else f"{mesh.first}-{mesh.first + mesh.size - 1}[{mesh.size}]"
+
+
+def role_of(step: Step) -> str:
+    """The role whose work a step does, or else its node."""
+    return str(dict(step.settings).get("role", step.node))
+
+
+def _loads(plan: Plan) -> tuple[Load, ...]:
+    critical = set(plan.predicted.critical_path)
+    found: dict[tuple[str, Lane], list[Step]] = {}
+    for step in plan.steps:
+        if step.lanes:
+            found.setdefault((mesh_name(plan, step.mesh), step.lanes[0]), []).append(step)
+    loads = [
+        Load(
+            mesh,
+            lane,
+            tuple(dict.fromkeys(map(role_of, steps))),
+            sum(step.predicted.seconds for step in steps),
+            sum(step.predicted.seconds for step in steps if step.name in critical),
+        )
+        for (mesh, lane), steps in found.items()
+    ]
+    if plan.max_staleness:
+        return tuple(sorted(loads, key=lambda one: (-one.busy_s, one.mesh, one.lane)))
+    return tuple(sorted(loads, key=lambda one: (-one.critical_s, one.mesh, one.lane)))
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is held during a step on the one of its devices that holds most, at the worst moment."""
+
+    step: str
+    device_bytes: int
+    parts: tuple[tuple[str, int], ...]
+    """What it consists of, the largest first, then by name."""
+    host_bytes: int
+    """The most that the host of that device holds meanwhile."""
+
+
+def phases(plan: Plan) -> tuple[Phase, ...]:
+    """Memory of each step by what is held, in the order of the steps."""
+    times, used = plan.simulated()
+    tasks, resident, per_node = plan.tasks, plan.predicted.resident, plan.cluster.devices_per_node
+    names = {hold.what for hold in (*resident, *(hold for task in tasks for hold in task.holds))}
+
+    def only(holds: Sequence[Hold], what: str) -> tuple[Hold, ...]:
+        return tuple(hold for hold in holds if hold.what == what)
+
+    by_what = {
+        what: memory(
+            [replace(task, holds=only(task.holds, what)) for task in tasks],
+            times,
+            resident=only(resident, what),
+            devices_per_node=per_node,
+        ).devices
+        for what in sorted(names)
+    }
+    found = []
+    for step in plan.steps:
+        start_s, end_s = times.starts[step.name], times.ends[step.name]
+        device = max(step.devices, key=lambda one: (used.devices[one].between(start_s, end_s), -one))
+        levels = used.devices[device].levels
+        moment_s = max(_moments(levels, start_s, end_s), key=lambda moment: (_level(levels, moment), -moment))
+        held = {what: _level(by_what[what][device].levels, moment_s) for what in by_what if device in by_what[what]}
+        parts = sorted(((what, count) for what, count in held.items() if count), key=lambda one: (-one[1], one[0]))
+        host = used.hosts[plan.cluster.node_of(device)].between(start_s, end_s)
+        found.append(Phase(step.name, _level(levels, moment_s), tuple(parts), host))
+    return tuple(found)
+
+
+def _moments(levels: Sequence[tuple[float, int]], start_s: float, end_s: float) -> Iterator[float]:
+    yield start_s
+    yield from (moment_s for moment_s, _ in levels if start_s < moment_s < end_s)
+
+
+def _level(levels: Sequence[tuple[float, int]], at_s: float) -> int:
+    return next((level for moment_s, level in reversed(levels) if moment_s <= at_s), 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- roles
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Where a role stands, and how."""
+
+    mesh: Mesh
+    layout: Layout
+    settings: tuple[tuple[str, Setting], ...]
+
+    @property
+    def offload(self) -> str | None:
+        """Class of offload; None for a role that has nothing to choose there."""
+        found = dict(self.settings).get("offload")
+        return None if found is None else str(found)
+
+
+def chosen(plan: Plan) -> dict[str, Chosen]:
+    """What a plan has chosen for each role, by name."""
+    found: dict[str, Chosen] = {}
+    for step in plan.steps:
+        said = dict(step.settings)
+        if "role" in said and step.layout is not None:
+            settings = tuple((key, value) for key, value in step.settings if key != "role")
+            found.setdefault(str(said["role"]), Chosen(step.mesh, step.layout, settings))
+    return dict(sorted(found.items()))
+
+
+def placement_of(plan: Plan) -> Placement:
+    """What goes where, in the notation in which a placement is asked for."""
+    groups: dict[tuple[int, int], list[Placed]] = {}
+    for name, one in chosen(plan).items():
+        groups.setdefault((one.mesh.first, one.mesh.size), []).append(Placed(name, one.layout.ordered("mod")))
+    return Placement(tuple(Group(tuple(mine)) for _, mine in sorted(groups.items())))
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def role_lines(plan: Plan) -> list[str]:
+    """What was chosen for each role, a line each: mesh, layout, settings."""
+    rows = [("role", "mesh", "layout", "settings")]
+    for name, one in chosen(plan).items():
+        settings = ", ".join(f"{key} {value}" for key, value in one.settings)
+        rows.append((name, mesh_name(plan, one.mesh), str(one.layout), settings))
+    return aligned(rows, "llll")
+
+
+def binding_lines(found: Summary, plan: Plan) -> list[str]:
+    """What takes the time and what takes the memory, a line each."""
+    lines: list[str] = []
+    if found.loads:
+        load = found.loads[0]
+        whole = found.seconds if plan.max_staleness else found.latency_s
+        mine = load.busy_s if plan.max_staleness else load.critical_s
+        part = f" ({mine / whole:.0%})" if whole else ""
+        what = "is busy" if plan.max_staleness else "is on the critical path"
+        lines.append(
+            f"time: {load.mesh} ({', '.join(load.roles)}), lane {load.lane}, {what} for {time_text(mine)} of "
+            f"{time_text(whole)}{part}; its longest step is {found.longest[0]}, {time_text(found.longest[1])}"
+        )
+    for name, used, capacity, during in (
+        ("device", found.device_bytes, found.device_capacity_bytes, f", most during {found.during}"),
+        ("host", found.host_bytes, found.host_capacity_bytes, ""),
+    ):
+        lines.append(
+            f"{name} memory: {size_text(used)} of {size_text(capacity)} ({used / capacity:.0%}){during * bool(used)}"
+        )
+    return lines
+
+
+def alternative_lines(plan: Plan) -> list[str]:
+    """The other splits that the search looked at to the end, and why each lost."""
+    others = () if plan.searched is None else plan.searched.alternatives
+    if not others:
+        return ["none came near the best: all were left by a bound before they were looked at to the end"]
+    return [one.why for one in others]
+
+
+def phase_table(found: Sequence[Phase]) -> list[str]:
+    """Phases as lines, the largest parts behind each other. Steps that follow each other and hold the same share a line."""
+    has_host = any(phase.host_bytes for phase in found)
+    rows = [("step", "", "device", *(["host"] * has_host), "of which")]
+    at = 0
+    while at < len(found):
+        phase, last = found[at], at
+        while last + 1 < len(found) and replace(found[last + 1], step=phase.step) == phase:
+            last += 1
+        which = str(at) if last == at else f"{at}-{last}"
+        names = phase.step if last == at else f"{phase.step} to {found[last].step}"
+        parts = [f"{what} {size_text(count)}" for what, count in phase.parts[:PARTS]]
+        rest = phase.parts[PARTS:]
+        if rest:
+            parts.append(f"{len(rest)} more {size_text(sum(count for _, count in rest))}")
+        host = [size_text(phase.host_bytes)] * has_host
+        rows.append((which, names, size_text(phase.device_bytes), *host, ", ".join(parts)))
+        at = last + 1
+    return aligned(rows, "llr" + "r" * has_host + "l")
