@@ -173,10 +173,33 @@ def table_command(args: argparse.Namespace) -> int:
     return rows.sql(args.path, args.query)
 
 
+def plan(args: argparse.Namespace) -> int:
+    """Plan a flow, explain a plan, or compare two."""
+    from flowrl.cli import plan as planned
+
+    match args.command:
+        case "plan":
+            return planned.plan(args)
+        case "explain":
+            return planned.explain(args)
+    return planned.diff(args)
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Print what a layout makes of a model."""
+    from flowrl.cli.audit import audit as audited
+
+    return audited(args)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "show": show,
     "run": run,
+    "plan": plan,
+    "explain": plan,
+    "diff": plan,
+    "audit": audit,
     "ops": ops,
     "new": new,
     "runs": runs,

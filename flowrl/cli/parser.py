@@ -29,6 +29,7 @@ examples:
   flowrl check examples/grpo.py                         all problems of a flow, before anything runs
   flowrl show examples/grpo.py --format mermaid         draw it
   flowrl run examples/grpo.py --engine null --data prompts=train.jsonl
+  flowrl plan examples/grpo.py --cluster 8xA100-80G --workload work.toml --settings run.toml
   flowrl ops list                                       operators of the installed packs
   flowrl new pack my-rewards                            a pack of your own, ready to install
   flowrl COMMAND --help                                 more on each""",
@@ -61,6 +62,47 @@ settings (TOML; relative paths are relative to the file):
   [models.NAME.optimizer]    lr, weight_decay, schedule, ... (fields of fr.AdamW)
   [data.NAME]                path, batch, shuffle, columns
   [options]                  what --set takes""",
+    "plan": """\
+examples:
+  flowrl plan examples/grpo.py --cluster 8xA100-80G --model policy=Qwen/Qwen2.5-7B ref=Qwen/Qwen2.5-7B \\
+      --prompts 128 --prompt-tokens 512 --response-tokens lognormal:1024:0.6:4096 --out plan.json
+  flowrl plan examples/grpo.py --cluster cluster.toml --settings run.toml --workload runs/grpo-1
+  flowrl plan my_project/runs.py:small --cluster 16xH100 --workload work.toml --schedule async:1
+  flowrl plan examples/grpo.py --cluster 8xA100-80G --settings run.toml --workload work.toml \\
+      --placement 'gen:d2t2 | (policy:f4 + ref:...)' --lora policy=16
+
+Nothing is loaded and nothing runs; all seconds and bytes are predicted. A recipe gives its models, the batch of its data and its
+schedule. Lengths are distributions, because a mean alone says little of sampling: fixed:N, lognormal:MEAN:SIGMA:CAP, or a
+histogram N*WEIGHT,N*WEIGHT; a bare number is taken for prompts only. The exit code is 1 when no plan fits (FR-P01).
+
+workload (TOML), whole or in part:
+  prompts = 128                          prompts of one step
+  prompt_tokens = 512
+  response_tokens = "lognormal:1024:0.6:4096"    or { tokens = [512, 4096], weights = [9, 1] }
+  group_size, rounds                     responses of a prompt, rounds of a refill; left out: as the flow says, 1""",
+    "explain": """\
+examples:
+  flowrl explain plan.json
+  flowrl explain examples/grpo.py --cluster 8xA100-80G --settings run.toml --workload work.toml
+  flowrl explain examples/grpo.py --cluster 8xA100-80G --settings run.toml --workload work.toml \\
+      --alt 'gen:d4 | (policy:f4 + ref:f4)'
+
+For a flow, each choice is taken away in turn and the rest is planned anew. A file of a plan has less to say.""",
+    "diff": """\
+examples:
+  flowrl diff before.json after.json
+  flowrl diff before.json after.json --json
+
+The exit code is 0 when the plans are equal, and 1 when they differ.""",
+    "audit": """\
+examples:
+  flowrl audit --model Qwen/Qwen2.5-7B --layout f8
+  flowrl audit --model Qwen/Qwen2.5-7B --layout f8 --wrap layers       embedding and head left out of fully_shard
+  flowrl audit --model Qwen/Qwen2.5-7B --layout d8 --frozen
+  flowrl audit --model models/mine/config.json --layout f4t2 --lora 16
+
+Bytes are predicted. What a module that is there takes: flowrl.engines.audit.audit_module(model, optimizer). The exit code is 1
+when something is found that wastes more than a hundredth of the device's bytes.""",
     "ops": """\
 examples:
   flowrl ops list
@@ -207,6 +249,7 @@ def build_parser(version: str, options_help: str) -> Parser:
     _configuration(show, with_settings=False)
 
     _run_command(commands, options_help)
+    _planning_commands(commands)
 
     ops = _command(commands, "ops", "operators of the installed packs")
     ops_commands = ops.add_subparsers(dest="ops_command", metavar="COMMAND", required=True, parser_class=Parser)
@@ -281,6 +324,56 @@ def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str
     _pairs(run, "--data", "NAME=FILE", "data sets: JSONL or Parquet files")
     _pairs(run, "--set", "OPTION=VALUE", f"run options: {options_help}")
     _configuration(run, with_settings=True)
+
+
+def _planning_commands(commands: argparse._SubParsersAction[Parser]) -> None:
+    plan = _command(commands, "plan", "plan a flow on a cluster: what runs where, how long, how much memory")
+    plan.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or FILE.py:RECIPE; or a graph's text, FILE.txt")
+    plan.add_argument("--out", metavar="PLAN.json", help="write the plan to a file")
+    explain = _command(commands, "explain", "why a plan is as it is, and what the next best choices would cost")
+    explain.add_argument("target", metavar="TARGET", help="PLAN.json; or a flow or recipe, with the options of `plan`")
+    explain.add_argument("--alt", metavar="PLACEMENT", help="compare with the best plan of this placement")
+    for one in (plan, explain):
+        one.add_argument("--cluster", metavar="CLUSTER", help="8xA100-80G and the like, or FILE.toml")
+        _pairs(one, "--model", "NAME=SOURCE", "models: a published name, a folder with a config.json, or that file")
+        _pairs(one, "--lora", "NAME=RANK", "train adapters of this rank instead of the whole model")
+        one.add_argument("--workload", metavar="PATH", help="FILE.toml, or the folder of a run to take lengths from")
+        one.add_argument("--prompts", type=int, metavar="N", help="of one step; default: the batch of a recipe's data")
+        one.add_argument("--prompt-tokens", metavar="LENGTHS", help="N for all, or a distribution")
+        one.add_argument("--response-tokens", metavar="LENGTHS", help="lognormal:MEAN:SIGMA:CAP, fixed:N, N*WEIGHT,...")
+        one.add_argument("--schedule", metavar="SCHEDULE", help="sync, or async:K; default: the recipe's, else sync")
+        one.add_argument("--placement", metavar="PLACEMENT", help="what goes where, whole or in part: 'gen:d4t2 | ...'")
+        one.add_argument(
+            "--tie", type=float, metavar="PART", help="plans this close are equal, and the simplest wins; default: 0.02"
+        )
+        one.add_argument("--json", action="store_true", help="as JSON")
+        _configuration(one, with_settings=True)
+    diff = _command(commands, "diff", "what differs between two plans: inputs, steps, predicted seconds and bytes")
+    for name in ("first", "second"):
+        diff.add_argument(name, metavar=f"{name.upper()}.json", help="a plan in a file")
+    diff.add_argument("--json", action="store_true", help="as JSON")
+    _audit_command(commands)
+
+
+def _audit_command(commands: argparse._SubParsersAction[Parser]) -> None:
+    audit = _command(commands, "audit", "what a layout makes of a model's weights, and what is not really sharded")
+    audit.add_argument("--model", metavar="SOURCE", required=True, help="a published name, a folder, or a config.json")
+    audit.add_argument(
+        "--layout", metavar="LAYOUT", required=True, help="f8, d2f4, f4t2: copies d, shards f, tensor parallel t"
+    )
+    audit.add_argument("--wrap", choices=("all", "layers"), default="all", help="what fully_shard wraps; default: all")
+    audit.add_argument("--frozen", action="store_true", help="never trained: no gradients and no optimizer")
+    audit.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank; the rest is frozen")
+    audit.add_argument("--head", choices=("lm", "value", "reward"), default="lm", help="default: lm")
+    audit.add_argument("--precision", choices=("fp32", "bf16"), help="of frozen weights; default: bf16")
+    audit.add_argument("--optimizer", metavar="NAME", default="adam_fp32", help="and its precision; default: adam_fp32")
+    audit.add_argument(
+        "--offload",
+        choices=("none", "park", "all", "opt", "sopt"),
+        default="none",
+        help="where state lies; default: none",
+    )
+    audit.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _pairs(parser: Parser, option: str, metavar: str, help_text: str) -> None:

@@ -30,6 +30,19 @@ OPTIONS = {
         "--config", "--data", "--engine", "--help", "--model", "--seed", "--set", "--settings", "--steps", "--traceback",
         "TARGET",
     ],
+    "plan": [
+        "--cluster", "--config", "--help", "--json", "--lora", "--model", "--out", "--placement", "--prompt-tokens", "--prompts",
+        "--response-tokens", "--schedule", "--settings", "--tie", "--traceback", "--workload", "TARGET",
+    ],
+    "explain": [
+        "--alt", "--cluster", "--config", "--help", "--json", "--lora", "--model", "--placement", "--prompt-tokens", "--prompts",
+        "--response-tokens", "--schedule", "--settings", "--tie", "--traceback", "--workload", "TARGET",
+    ],
+    "diff": ["--help", "--json", "--traceback", "FIRST.json", "SECOND.json"],
+    "audit": [
+        "--frozen", "--head", "--help", "--json", "--layout", "--lora", "--model", "--offload", "--optimizer", "--precision",
+        "--traceback", "--wrap",
+    ],
     "ops": ["--help", "--traceback"],
     "ops list": ["--help", "--json", "--pack", "--search", "--traceback"],
     "ops show": ["--help", "--json", "--traceback", "OPERATOR"],

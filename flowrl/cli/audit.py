@@ -1,0 +1,58 @@
+"""`flowrl audit`: what a layout makes of a model, parameter by parameter, and what of it is not really sharded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from flowrl.cli import OK, PROBLEMS
+from flowrl.cost.offload import ADAM_8BIT, ADAM_BF16, ADAM_FP32, ADAM_MASTER, Offload
+from flowrl.errors import ConfigError, TextError
+from flowrl.mesh import Layout
+from flowrl.planner.audit import audit_layout
+from flowrl.planner.shapes import shape_of
+from flowrl.schema.columns import nearest
+
+OPTIMIZERS = {one.name: one for one in (ADAM_FP32, ADAM_MASTER, ADAM_BF16, ADAM_8BIT)}
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Print the table and what was found. Exits with 1 when there are problems."""
+    shape = shape_of(args.model, args.model)
+    if args.head != "lm":
+        shape = shape.with_head(args.head)
+    if args.lora is not None:
+        shape = shape.with_lora(args.lora)
+    if args.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"there is no optimizer '{args.optimizer}'; {nearest(args.optimizer, OPTIMIZERS)}")
+    found = audit_layout(
+        shape,
+        _layout(args.layout),
+        wrap=args.wrap,
+        is_frozen=args.frozen,
+        precision=args.precision,
+        offload=Offload(args.offload),
+        state=OPTIMIZERS[args.optimizer],
+        name=args.model,
+    )
+    if args.json:
+        told = {
+            "title": found.title,
+            "is_predicted": found.is_predicted,
+            "device_bytes": found.device_bytes,
+            "host_bytes": found.host_bytes,
+            "findings": [asdict(one) for one in found.findings],
+            "parts": [asdict(part) for part in found.parts],
+        }
+        print(json.dumps(told, indent=1))
+    else:
+        print(found)
+    return PROBLEMS if found.problems else OK
+
+
+def _layout(text: str) -> Layout:
+    try:
+        return Layout.parse(text)
+    except TextError as error:
+        raise ConfigError(str(error)) from error
