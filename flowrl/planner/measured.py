@@ -30,7 +30,7 @@ class StepMeasured:
 
     Example:
         StepMeasured("update", "update", StepKind.COMPUTE, "update", predicted_s=97.1, seconds=110.4, start_s=45.0, runs=9,
-                     iterations=9, predicted_bytes=29420363776, measured_bytes=31138512896)
+                     iterations=9, predicted_bytes=29420363776, device_bytes=31138512896)
     """
 
     name: str
@@ -47,8 +47,15 @@ class StepMeasured:
     """Iterations that ran it, without the first."""
     iterations: int
     predicted_bytes: int
-    measured_bytes: int | None
-    """The most of all iterations that count; of what, `Comparison.memory` says."""
+    """On a device."""
+    device_bytes: int | None = None
+    """Measured: peak of the device's allocator while it ran, the most of all iterations that count. None without a device."""
+    process_bytes: int | None = None
+    """Measured: what the whole process had resident after it, the most of all iterations. None where a device was measured."""
+
+    @property
+    def measured_bytes(self) -> int | None:
+        return self.process_bytes if self.device_bytes is None else self.device_bytes
 
     @property
     def measured_s(self) -> float | None:
@@ -81,8 +88,17 @@ class Comparison:
     """Of an iteration."""
     measured_s: float | None
     """Median of the iterations, from the start of their first event to the end of their last."""
-    memory: str = ""
-    """What was measured: `device` (peak of its allocator) or `process` (resident memory of the whole process)."""
+
+    @property
+    def ran(self) -> tuple[StepMeasured, ...]:
+        """The steps that were measured: those of an evaluation that was never due are not among them."""
+        return tuple(step for step in self.steps if step.runs)
+
+    @property
+    def memory(self) -> str:
+        """What was measured: `device` (peak of its allocator), `process` (resident memory of all of it), or nothing."""
+        kinds = {"device": [s.device_bytes for s in self.steps], "process": [s.process_bytes for s in self.steps]}
+        return next((name for name, found in kinds.items() if any(found)), "")
 
     @property
     def ratio(self) -> float | None:
@@ -146,7 +162,7 @@ class Comparison:
                 for s in largest
             )
             found.append(f"largest errors: {'; '.join(shown)}")
-        never = [step.name for step in self.steps if not step.runs]
+        never = [step.name for step in self.steps if step not in self.ran]
         if never:
             found.append(f"not run: {', '.join(never)}")
         return found
@@ -162,7 +178,6 @@ def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
         sorted((one for one in events if one.step >= 0), key=lambda one: one.step), key=lambda one: one.step
     )
     iterations = [_Iteration.of(list(one)) for _, one in by_step][1:]
-    memory = next((one.memory for one in iterations if one.memory), "")
     return Comparison(
         plan.name,
         plan.hash,
@@ -170,7 +185,6 @@ def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
         len(iterations),
         plan.predicted.seconds,
         median(one.seconds for one in iterations) if iterations else None,
-        memory,
     )
 
 
@@ -181,9 +195,9 @@ class _Iteration:
     seconds: float
     steps_s: dict[str, float] = field(default_factory=dict)
     starts_s: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
+    peaks: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By step and attribute."""
     kinds: dict[str, str] = field(default_factory=dict)
-    memory: str = ""
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> _Iteration:
@@ -198,8 +212,7 @@ class _Iteration:
             found.kinds[name] = str(event.attributes.get(NODE_KIND, ""))
             for key in MEMORY:
                 if event.attributes.get(key):
-                    found.memory = key.removesuffix("_bytes")
-                    found.peaks[name] = max(found.peaks.get(name, 0), int(event.attributes[key]))
+                    found.peaks[name, key] = max(found.peaks.get((name, key), 0), int(event.attributes[key]))
         return found
 
 
@@ -223,7 +236,7 @@ def _measured(step: Step, iterations: Sequence[_Iteration]) -> StepMeasured:
         len(ran),
         len(iterations),
         step.predicted.memory_bytes,
-        max((one.peaks[name] for one in ran if name in one.peaks), default=None),
+        *(max((one.peaks[name, key] for one in ran if (name, key) in one.peaks), default=None) for key in MEMORY),
     )
 
 
