@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from flowrl.cost.audit import Audit, Part
 
@@ -72,7 +72,7 @@ def _spread(parameter: torch.Tensor, world: int) -> tuple[int, int]:
     if not isinstance(parameter, DTensor):
         return world, world
     mesh = parameter.device_mesh
-    copied = (mesh.size(axis) for axis, placement in enumerate(parameter.placements) if not placement.is_shard())
+    copied = (mesh.size(axis) for axis, placement in enumerate(parameter.placements) if _dim(placement) is None)
     return mesh.size(), math.prod(copied)
 
 
@@ -82,11 +82,17 @@ def _uneven_bytes(parameter: torch.Tensor, devices: int, copies: int) -> int:
         return 0
     sizes = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
+        dim = _dim(placement)
+        if dim is not None:
             sizes[dim] = -(-sizes[dim] // parameter.device_mesh.size(axis))
     even = parameter.numel() * copies / devices
     return round((math.prod(sizes) - even) * parameter.element_size())
+
+
+def _dim(placement: Placement) -> int | None:
+    """The dimension that a placement cuts; None for one that cuts nothing. Shards of shards are a class of their own in torch,
+    which `is_shard` denies."""
+    return None if placement.is_replicate() or placement.is_partial() else int(placement.dim)  # type: ignore[attr-defined]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
