@@ -6,8 +6,9 @@ Here every order is tried where the list schedule does not reach the lower bound
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class Shape:
     before: tuple[tuple[int, ...], ...]
     """Of each task: tasks of lower index that end before it starts."""
     num_sets: int
+    members: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """Of each set: its tasks."""
+
+    def __post_init__(self) -> None:
+        members = (tuple(t for t, sets in enumerate(self.sets) if one in sets) for one in range(self.num_sets))
+        object.__setattr__(self, "members", tuple(members))
 
     def loads(self, seconds: Sequence[float]) -> list[float]:
         """Seconds for which each set is occupied."""
@@ -36,8 +43,11 @@ class Shape:
         """Of each task: its seconds and those of the longest chain behind it."""
         found = list(seconds)
         for task in range(len(found) - 1, -1, -1):
+            behind = found[task]
             for earlier in self.before[task]:
-                found[earlier] = max(found[earlier], seconds[earlier] + found[task])
+                # comparisons instead of `max`: a search comes here a million times
+                if seconds[earlier] + behind > found[earlier]:
+                    found[earlier] = seconds[earlier] + behind
         return found
 
     def bound_s(self, seconds: Sequence[float]) -> float:
@@ -45,26 +55,35 @@ class Shape:
 
         Never falls when a task takes longer.
         """
-        tails = self.tails(seconds)
-        heads = self._heads(seconds)
+        tails, heads = self.tails(seconds), self._heads(seconds)
         found = max(tails, default=0.0)
-        for one in range(self.num_sets):
-            mine = [task for task, sets in enumerate(self.sets) if one in sets]
+        for mine in self.members:
             if mine:
-                first = min(heads[task] for task in mine)
-                last = min(tails[task] - seconds[task] for task in mine)
-                found = max(found, first + sum(seconds[task] for task in mine) + last)
+                load, first, last = 0.0, math.inf, math.inf
+                for task in mine:
+                    time = seconds[task]
+                    load += time
+                    if heads[task] < first:
+                        first = heads[task]
+                    if tails[task] - time < last:
+                        last = tails[task] - time
+                if first + load + last > found:
+                    found = first + load + last
         return found
 
     def _heads(self, seconds: Sequence[float]) -> list[float]:
         """Of each task: the longest chain before it."""
         found = [0.0] * len(self.before)
         for task, earlier in enumerate(self.before):
-            found[task] = max((found[one] + seconds[one] for one in earlier), default=0.0)
+            head = 0.0
+            for one in earlier:
+                if found[one] + seconds[one] > head:
+                    head = found[one] + seconds[one]
+            found[task] = head
         return found
 
-    def shortest(self, seconds: Sequence[float], limit_s: float = float("inf")) -> tuple[float, tuple[int, ...]]:
-        """Makespan and order of an optimal schedule. Stops at the first one when no order can be below `limit_s`.
+    def shortest(self, seconds: Sequence[float], limit_s: float = math.inf) -> tuple[float, tuple[int, ...]]:
+        """Makespan and order of an optimal schedule; of some schedule, of `limit_s` or more, when none is below `limit_s`.
 
         In the order every task starts as soon as the tasks before it, and earlier ones of its sets, have ended.
         """
@@ -74,9 +93,9 @@ class Shape:
         bound = self.bound_s(seconds)
         if makespan <= bound * (1 + 1e-12) or bound >= limit_s:
             return makespan, order
-        walk = _Walk(self, seconds, tails, makespan, order, bound)
+        walk = _Walk(self, seconds, tails, min(makespan, limit_s), order, bound)
         walk.down((), [0.0] * len(seconds), [0.0] * self.num_sets, 0.0)
-        return walk.makespan, walk.order
+        return (walk.makespan if walk.order != order else makespan), walk.order
 
     def _listed(self, seconds: Sequence[float], tails: Sequence[float]) -> tuple[int, ...]:
         """The order of a list schedule: of the tasks that can start first, the one with the longest chain behind it."""
@@ -126,8 +145,10 @@ class _Walk:
     seconds: Sequence[float]
     tails: Sequence[float]
     makespan: float
+    """Only what is shorter is looked for."""
     order: tuple[int, ...]
     bound: float
+    """At which it stops."""
 
     def down(self, done: tuple[int, ...], ends: list[float], free: list[float], latest: float) -> None:
         if len(done) == len(self.seconds):

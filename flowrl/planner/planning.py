@@ -92,7 +92,8 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     chosen = 0 if is_tied else least
     listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
     ranked = sorted(listed, key=lambda one: one.seconds)
-    placed = replace(found, best=timed[chosen], others=tuple(ranked))
+    simpler = found.why_simpler if chosen == 0 else ""
+    placed = replace(found, best=timed[chosen], others=tuple(ranked), why_simpler=simpler)
     return replace(plans[chosen], searched=_searched(placed, bound_s(found.problem, timed[least].seconds)))
 
 
@@ -105,6 +106,9 @@ def _searched(found: Found, least_s: float) -> Searched:
         unfit=found.unfit,
         is_exhaustive=found.is_exhaustive,
         seed=found.problem.effort.seed,
+        refused=found.refused,
+        tie=found.problem.tie,
+        why_simpler=found.why_simpler,
         alternatives=tuple(
             Alternative(
                 str(one.placement),

@@ -18,6 +18,29 @@ from flowrl.planner.roles import Role, roles_of
 from flowrl.planner.workload import Workload
 
 INFINITE = float("inf")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How far a search goes. Counted, never timed, so that equal problems have equal answers on every machine."""
+
+    branches: int = 400_000
+    """Partial placements and partial choices of options that are looked at, before the rest is left to a random search."""
+    moves: int = 400
+    """Of that random search."""
+    seed: int = 0
+    """Of that random search."""
+    alternatives: int = 3
+    """Other ways to split the roles that are planned too, to say why they lost; 0 for none."""
+    alternative_branches: int = 3_000
+    """For all of these together."""
+
+    def __post_init__(self) -> None:
+        least = {"branches": 1, "moves": 0, "alternatives": 0, "alternative_branches": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"Effort needs {name} of at least {low}; found {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,10 @@ class Problem:
     choices: Choices = field(default_factory=Choices)
     placement: Placement | None = None
     """What the user asks for; where it says "..." the planner chooses."""
+    tie: float = 0.02
+    """Plans that differ by no more than this part are equal: the cost model cannot tell two plans of one problem apart better.
+    Of equal plans the simplest is taken (`flowrl.planner.ties`). 0: the fastest, however little it gains."""
+    effort: Effort = field(default_factory=Effort)
     only: tuple[tuple[str, str, Setting], ...] = ()
     """Role, setting and the one value that its options may have: ("policy", "offload", "park"). For what-if questions."""
 
@@ -52,6 +79,8 @@ class Problem:
         return cls(roles, cluster, workload, schedule or Sync(), choices or Choices(), asked)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.tie < 1:
+            raise ConfigError(f"tie is the relative error between two plans, from 0 to below 1; found {self.tie!r}")
         names = [role.name for role in self.roles]
         if len(set(names)) != len(names):
             raise ConfigError(f"roles need different names; found {names}")
@@ -133,11 +162,6 @@ class Candidate:
         return Placement(tuple(Group(tuple(Placed(option.role, option.layout) for option in one.options))
                                for one in self.combinations))  # fmt: skip
 
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """Lower is better: seconds, then numerics, bytes on a device, number of meshes."""
-        return (self.seconds, self.numerics, self.peak_bytes, len(self.meshes))
-
     def option(self, role: str) -> Option:
         """Of a role. Raises `KeyError` for a role that is not placed."""
         return next(option for one in self.combinations for option in one.options if option.role == role)
@@ -150,18 +174,26 @@ class Found:
     problem: Problem
     best: Candidate | None
     """None where nothing fits; `flowrl.planner.relax` says what would."""
-    others: tuple[Candidate, ...]
-    """The best of each other split into sets that was looked at to the end, the best first."""
-    bound_s: float
+    fastest: Candidate | None = None
+    """`best` is this one or, within `Problem.tie` of it, a simpler one."""
+    others: tuple[Candidate, ...] = ()
+    """Plans of other kinds, the fastest first: of other splits, with other layouts, without offload."""
+    refused: tuple[str, ...] = ()
+    """Kinds of which nothing fits, and what is short, a line each."""
+    bound_s: float = INFINITE
     """No plan of the search space takes less."""
-    placements: int
-    """Splits with sizes that were looked at."""
-    simulated: int
-    """Combinations whose seconds were computed."""
-    pruned: int
+    placements: int = 0
+    """Splits with sizes whose options were looked at."""
+    simulated: int = 0
+    """Plans whose seconds were computed."""
+    pruned: int = 0
     """Branches left because of a bound."""
-    unfit: int
-    """Placements of which no combination fits."""
+    unfit: int = 0
+    """Placements of which nothing fits."""
+    is_exhaustive: bool = True
+    """False: `Effort.branches` was not enough; a random search went through a part of the rest."""
+    why_simpler: str = ""
+    """Where a tie decided: what is simpler about `best` than about `fastest`."""
 
     @property
     def gap(self) -> float:
@@ -170,12 +202,20 @@ class Found:
 
     def why_not(self, other: Candidate) -> str:
         """Why another candidate lost, in one line."""
-        assert self.best is not None
+        best = self.best
+        assert best is not None
         index = max(range(len(other.meshes)), key=lambda one: other.busy_s[one])
-        more = other.seconds / self.best.seconds - 1 if self.best.seconds else 0.0
+        more = other.seconds / best.seconds - 1 if best.seconds else 0.0
         names = ", ".join(option.role for option in other.combinations[index].options)
-        mesh, busy = other.meshes[index], other.busy_s[index]
-        return f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); {mesh} ({names}) is busy for {busy:.1f} s"
+        line = f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); "
+        work = work_of(self.problem.roles)
+        at = max(range(len(work)), key=lambda one: other.work_s[one] - best.work_s[one])
+        if other.work_s[at] > best.work_s[at]:
+            role, call, _ = work[at]
+            owner = self.problem.roles[role]
+            name = f"the weights of '{owner.name}'" if call is None else f"'{owner.calls[call].node}'"
+            line += f"{name} {best.work_s[at]:.1f} -> {other.work_s[at]:.1f} s; "
+        return line + f"{other.meshes[index]} ({names}) is busy for {other.busy_s[index]:.1f} s"
 
 
 # ------------------------------------------------------------------------------------------------------------ structure
@@ -239,15 +279,32 @@ def splits(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         yield (*rest, (count - 1,))
 
 
+def slice_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of which there is a buddy slice, rising: powers of two inside a node, then whole nodes."""
+    per_node = cluster.devices_per_node
+    inside = [1 << power for power in range(per_node.bit_length()) if 1 << power < per_node]
+    return (*inside, *range(per_node, cluster.num_devices + 1, per_node))
+
+
 def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[Mesh, ...] | None:
     """A buddy slice for each size: the largest first, each at the lowest free place; None when one finds none."""
+    per_node = cluster.devices_per_node
     found: dict[int, Mesh] = {}
+    whole, taken = 0, dict[int, int]()  # nodes taken as a whole; devices taken of others, from the first one on
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        free = (m for m in cluster.slices(sizes[index]) if not any(m.overlaps(taken) for taken in found.values()))
-        mesh = next(free, None)
-        if mesh is None:
+        size = sizes[index]
+        if size % per_node == 0:
+            first, whole = whole * per_node, whole + size // per_node
+        elif size > per_node or size & (size - 1):
             return None
-        found[index] = mesh
+        else:
+            node = next(n for n in range(whole, whole + len(taken) + 1) if taken.get(n, 0) + size <= per_node)
+            # what is there already is a sum of larger powers of two, so this is a multiple of the size
+            first = node * per_node + taken.get(node, 0)
+            taken[node] = taken.get(node, 0) + size
+        if first + size > cluster.num_devices:
+            return None
+        found[index] = Mesh(first, size)
     return tuple(found[index] for index in range(len(sizes)))
 
 

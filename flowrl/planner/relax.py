@@ -1,19 +1,31 @@
-"""When no plan fits: which memory is short, by how much, and what would help, each tried by planning again."""
+"""When no plan fits: which memory is short, by how much, and what would help, each tried by planning again.
+
+offload     every class of it                                    more devices    twice to eight times as many nodes
+smaller     micro-batches, one long sequence each                shorter         responses, cut at a half to an eighth
+recompute   activations                                          smaller batch   a half to an eighth of the prompts
+hosts       with the least memory that does                      numerics        8-bit moments, low-rank adapters
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl.cost.offload import ADAM_8BIT, Offload
-from flowrl.mesh import Cluster
-from flowrl.planner.options import Option, all_options
-from flowrl.planner.problem import Problem, host_bytes
+from flowrl.planner.options import Option
+from flowrl.planner.problem import GIB, Candidate, Effort, Problem, host_bytes
 from flowrl.planner.search import search
+from flowrl.planner.short import least_option
+from flowrl.planner.space import PLENTY, Space
+from flowrl.planner.ties import burden
+from flowrl.planner.workload import Lengths, Workload
 
-GIB = 2**30
-PLENTY = 2**60
 LORA_RANK = 16
+FACTORS = (2, 4, 8)
+"""By which devices are multiplied, and contexts and batches divided, until a plan fits."""
+QUICK = Effort(branches=30_000, moves=0, alternatives=0)
+"""Of each search: whether anything fits, and how fast it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +34,15 @@ class Relaxation:
 
     what: str
     seconds: float
+    """Predicted, of one step."""
     changes_numerics: bool = False
+    changes_work: bool = False
+    """The step does less: shorter responses, fewer prompts."""
 
     def __str__(self) -> str:
-        consent = ", changes numerics" if self.changes_numerics else ""
-        return f"{self.what} ({self.seconds:.1f} s per step{consent})"
+        said = [f"predicted {self.seconds:.1f} s per step"]
+        said += ["changes numerics"] * self.changes_numerics + ["less work per step"] * self.changes_work
+        return f"{self.what} ({', '.join(said)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,48 +53,94 @@ class Refusal:
     """The memory that is short, with the bytes of the plan that needs least of it."""
     relaxations: tuple[Relaxation, ...]
     """Those that change the least first."""
+    in_vain: tuple[str, ...] = ()
+    """What was tried too, and does not help alone."""
 
     def __str__(self) -> str:
         found = "; ".join(map(str, self.relaxations)) or "none of those tried: smaller models, or many more devices"
-        return f"FR-P01: no plan fits. Binding: {self.binding}. Would fit: {found}"
+        vain = f". In vain: {'; '.join(self.in_vain)}" if self.in_vain else ""
+        return f"FR-P01: no plan fits. Binding: {self.binding}. Would fit: {found}{vain}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A change, and the problem with it."""
+
+    what: str
+    problem: Problem
+    changes_numerics: bool = False
+    changes_work: bool = False
 
 
 def explain(problem: Problem) -> Refusal:
     """Why no plan of a problem fits, found by planning again with one limit lifted at a time.
 
-    Tried are every class of offload, less of what a step holds at once, more host memory, more devices, an optimizer with 8-bit
-    moments and low-rank adapters. Each names what it costs; those that change numerics come last.
+    Each change names what it costs. Those that change the step's work come after those that do not, those that change numerics
+    last. Of a change with a degree (devices, lengths, prompts) the smallest is offered that fits.
     """
-    return Refusal(_binding(problem), tuple(_relaxations(problem)))
+    host = _least_host(problem)
+    found: list[Relaxation] = []
+    in_vain: list[str] = []
+    for ladder in _ladders(problem, host):
+        for one in ladder:
+            best = _best(one.problem)
+            if best is not None:
+                what = (
+                    one.what + _offloaded(best) if one.problem.choices.offload != problem.choices.offload else one.what
+                )
+                found.append(Relaxation(what, best.seconds, one.changes_numerics, one.changes_work))
+                break
+        else:
+            in_vain.append(ladder[-1].what)
+    return Refusal(_binding(problem, host), tuple(found), tuple(in_vain))
 
 
-def _fits(problem: Problem) -> float | None:
-    best = search(problem).best
-    return None if best is None else best.seconds
+def _best(problem: Problem) -> Candidate | None:
+    return search(replace(problem, effort=QUICK, tie=0.0)).best
 
 
-def _binding(problem: Problem) -> str:
+def _offloaded(best: Candidate) -> str:
+    """Who uses which class in a plan: ": 'policy' sopt"."""
+    used = [
+        f"'{option.role}' {dict(option.settings)['offload']}"
+        for one in best.combinations
+        for option in one.options
+        if burden(option)
+    ]
+    return f": {', '.join(used)}" if used else ""
+
+
+# -------------------------------------------------------------------------------------------------------------- binding
+
+
+def _binding(problem: Problem, host: tuple[float, float] | None) -> str:
     """Which memory is short: that of the hosts, when lifting it alone helps; else that of a device."""
     cluster = problem.cluster
-    least = _least_host(problem)
-    if least is not None:
-        return f"host memory, at least {least[0] / GIB:.0f} GiB per node > {cluster.host.memory_bytes / GIB:.0f}"
+    if host is not None:
+        return f"host memory, at least {host[0] / GIB:.0f} GiB per node > {cluster.host.memory_bytes / GIB:.0f}"
+    space, capacity = Space(problem), cluster.device.memory_bytes
     worst: tuple[float, str, Option] | None = None
-    for role in problem.roles:
-        found = _least(problem, cluster, role.name)
-        if found is not None and (worst is None or found.peak_bytes > worst[0]):
-            worst = (found.peak_bytes, role.name, found)
-    capacity = cluster.device.memory_bytes / GIB
+    for index, role in enumerate(problem.roles):
+        least = least_option(space, index, cluster.num_devices)
+        if least is None and role.is_engine:
+            return (
+                f"device memory, {capacity / GIB:.1f} GiB: no offered share lets '{role.name}' hold the longest sequence, "
+                f"{problem.workload.longest} tokens"
+            )
+        if least is not None:
+            peak = least.peak_bytes + problem.choices.memory.context_bytes * least.has_context
+            if worst is None or peak > worst[0]:
+                worst = (peak, role.name, least)
     if worst is None:
-        return f"device memory, {capacity:.1f} GiB: no engine of the offered shares holds the longest sequence"
+        return f"no role has an option on {cluster.num_devices} devices"
     peak, name, option = worst
-    peak += problem.choices.memory.context_bytes * option.has_context
-    if peak <= cluster.device.memory_bytes:
-        return (
-            f"device memory, {capacity:.1f} GiB: each role fits alone, and not together; the largest is '{name}' "
-            f"{_sizes(option)}"
-        )
-    return f"device memory, '{name}' {peak / GIB:.1f} > {capacity:.1f} GiB {_sizes(option)}"
+    sizes = f"(at rest {option.static_bytes / GIB:.1f}, working {option.dynamic_bytes / GIB:.1f}, {option.layout})"
+    if peak <= capacity:
+        return f"device memory, {capacity / GIB:.1f} GiB: each role fits alone, and not together; the largest is '{name}' {sizes}"
+    calls = next(role.calls for role in problem.roles if role.name == name)
+    call = next((call.node for call in calls if call.work == "train"), calls[0].node)
+    over = f"over by {(peak - capacity) / GIB:.1f}"
+    return f"device memory, '{name}' in '{call}' {peak / GIB:.1f} > {capacity / GIB:.1f} GiB, {over} {sizes}"
 
 
 def _least_host(problem: Problem) -> tuple[float, float] | None:
@@ -87,7 +149,7 @@ def _least_host(problem: Problem) -> tuple[float, float] | None:
     limit = PLENTY
     while True:
         cluster = problem.cluster.with_memory(host_bytes=limit)
-        best = search(replace(problem, cluster=cluster)).best
+        best = _best(replace(problem, cluster=cluster))
         if best is None:
             return found
         needed = max(host_bytes(cluster, best.meshes, best.combinations))
@@ -97,61 +159,61 @@ def _least_host(problem: Problem) -> tuple[float, float] | None:
         limit = math.ceil(needed) - 1
 
 
-def _sizes(option: Option) -> str:
-    return f"(at rest {option.static_bytes / GIB:.1f}, working {option.dynamic_bytes / GIB:.1f}, {option.layout})"
+# ---------------------------------------------------------------------------------------------------------- relaxations
 
 
-def _least(problem: Problem, cluster: Cluster, name: str) -> Option | None:
-    """Of a role on all devices, the option with the lowest peak, whether or not it fits."""
-    role = next(role for role in problem.roles if role.name == name)
-    if role.is_engine:  # takes what it is given: the smallest share that is offered
-        found = all_options(role, cluster, cluster.whole, problem.workload, problem.choices)
-    else:
-        wide = cluster.with_memory(device_bytes=PLENTY)
-        found = all_options(role, wide, wide.whole, problem.workload, problem.choices)
-    return min(found, key=lambda option: option.peak_bytes, default=None)
-
-
-def _relaxations(problem: Problem) -> list[Relaxation]:
-    """What was tried and fits."""
-    choices = problem.choices
-    tried: list[tuple[str, Problem, bool]] = []
+def _ladders(problem: Problem, host: tuple[float, float] | None) -> Iterator[tuple[_Try, ...]]:
+    """Changes to try; of each, its degrees rising."""
+    choices, workload = problem.choices, problem.workload
+    if problem.placement is not None or problem.only:
+        yield (_Try("another placement", replace(problem, placement=None, only=())),)
     if set(choices.offload) != set(Offload):
-        tried.append(
-            ("every class of offload", replace(problem, choices=replace(choices, offload=tuple(Offload))), False)
-        )
-    if min(choices.micro_batch_tokens) > problem.workload.longest:
-        small = replace(choices, micro_batch_tokens=(problem.workload.longest, *choices.micro_batch_tokens))
-        tried.append((f"micro-batches of {problem.workload.longest} tokens", replace(problem, choices=small), False))
+        yield (_Try("every class of offload", replace(problem, choices=replace(choices, offload=tuple(Offload)))),)
+    if min(choices.micro_batch_tokens) > workload.longest:
+        small = replace(choices, micro_batch_tokens=(workload.longest, *choices.micro_batch_tokens))
+        yield (_Try(f"micro-batches of {workload.longest} tokens", replace(problem, choices=small)),)
     if True not in choices.recompute:
         again = replace(choices, recompute=(True, *choices.recompute))
-        tried.append(("recomputed activations", replace(problem, choices=again), False))
-    tried.extend(_more(problem))
-    with_8bit = replace(choices, optimizers=(*choices.optimizers, ADAM_8BIT))
+        yield (_Try("recomputed activations", replace(problem, choices=again)),)
+    if host is not None:
+        gib = math.ceil(host[0] / GIB)
+        roomy = problem.cluster.with_memory(host_bytes=gib * GIB)
+        yield (_Try(f"hosts of {gib} GiB", replace(problem, cluster=roomy)),)
+    larger = (replace(problem.cluster, nodes=problem.cluster.nodes * factor) for factor in FACTORS)
+    yield tuple(_Try(f"{one.num_devices} devices", replace(problem, cluster=one)) for one in larger)
+    shorter = tuple(_shorter(problem, factor) for factor in FACTORS)
+    yield tuple(one for one in shorter if one.problem.workload.longest < workload.longest) or shorter
+    fewer = {max(1, workload.prompts // factor) for factor in FACTORS}
+    yield tuple(
+        _Try(f"{count} prompts per step", _with_prompts(problem, count), changes_work=True)
+        for count in sorted(fewer, reverse=True)
+    )
     if ADAM_8BIT not in choices.optimizers:
-        tried.append(("Adam with 8-bit moments", replace(problem, choices=with_8bit), True))
+        consented = replace(choices, optimizers=(*choices.optimizers, ADAM_8BIT))
+        yield (_Try("Adam with 8-bit moments", replace(problem, choices=consented), changes_numerics=True),)
     if all(role.shape.lora is None for role in problem.roles):
-        tried.append((f"LoRA of rank {LORA_RANK}", _with_lora(problem), True))
-    found = [(what, _fits(one), changes) for what, one, changes in tried]
-    return [Relaxation(what, seconds, changes) for what, seconds, changes in found if seconds is not None]
+        yield (_Try(f"LoRA of rank {LORA_RANK}", _with_lora(problem), changes_numerics=True),)
 
 
-def _more(problem: Problem) -> list[tuple[str, Problem, bool]]:
-    """More host memory, and the fewest devices that do."""
-    cluster = problem.cluster
-    found: list[tuple[str, Problem, bool]] = []
-    least = _least_host(problem)
-    if least is not None:
-        needed = math.ceil(least[0] / GIB)
-        found.append(
-            (f"hosts of {needed} GiB", replace(problem, cluster=cluster.with_memory(host_bytes=needed * GIB)), False)
-        )
-    for factor in (2, 4, 8):
-        larger = replace(cluster, nodes=cluster.nodes * factor)
-        if _fits(replace(problem, cluster=larger)) is not None:
-            found.append((f"{larger.num_devices} devices", replace(problem, cluster=larger), False))
-            break
-    return found
+def _shorter(problem: Problem, factor: int) -> _Try:
+    """Responses that are cut at a part of the longest."""
+    lengths = problem.workload.response_lengths
+    cap = max(1, lengths.longest // factor)
+    counts: dict[int, float] = {}
+    for tokens, weight in zip(lengths.tokens, lengths.weights, strict=True):
+        counts[min(tokens, cap)] = counts.get(min(tokens, cap), 0.0) + weight
+    cut: Workload = replace(problem.workload, response_lengths=Lengths(tuple(counts), tuple(counts.values())))
+    return _Try(f"responses of at most {cap} tokens", replace(problem, workload=cut), changes_work=True)
+
+
+def _with_prompts(problem: Problem, count: int) -> Problem:
+    """Fewer prompts: all calls of a step have that part of their sequences."""
+    part = count / problem.workload.prompts
+    roles = tuple(
+        replace(role, calls=tuple(replace(call, sequences=max(1, round(call.sequences * part))) for call in role.calls))
+        for role in problem.roles
+    )
+    return replace(problem, roles=roles, workload=replace(problem.workload, prompts=count))
 
 
 def _with_lora(problem: Problem) -> Problem:

@@ -26,7 +26,7 @@ class Searched:
     bound_s: float
     """No plan of the search space takes less, whatever its order and memory."""
     placements: int
-    """Splits into sets with sizes that were looked at."""
+    """Splits into sets with sizes whose options were looked at."""
     simulated: int
     """Plans whose seconds were computed."""
     pruned: int
@@ -38,7 +38,13 @@ class Searched:
     seed: int = 0
     """Of that random search."""
     alternatives: tuple[Alternative, ...] = ()
-    """The best first."""
+    """The best of other kinds, the fastest first."""
+    refused: tuple[str, ...] = ()
+    """Kinds of which nothing fits, and what is short, a line each."""
+    tie: float = 0.0
+    """The part by which plans may differ in seconds and still count as equal."""
+    why_simpler: str = ""
+    """Where a tie decided: what is simpler about this plan than about the fastest."""
 
     def gap(self, seconds: float) -> float:
         """By how much a plan of `seconds` may be above the best there is, as a part of the bound."""

@@ -26,7 +26,7 @@ def test_a_large_model_without_offload():
     assert search(problem).best is None
     found = explain(problem)
     assert "device memory, 'policy'" in found.binding and "at rest 134.9" in found.binding  # 128.5 and fragmentation
-    offered = {one.what: one for one in found.relaxations}
+    offered = {one.what.split(":")[0]: one for one in found.relaxations}
     assert "every class of offload" in offered and "LoRA of rank 16" in offered
     assert offered["LoRA of rank 16"].changes_numerics and not offered["every class of offload"].changes_numerics
     assert str(found).startswith("FR-P01: no plan fits. Binding: device memory")
@@ -46,7 +46,7 @@ def test_each_relaxation_is_a_plan(name):
         if one.what.endswith("devices"):
             more = int(one.what.split()[0]) // problem.cluster.num_devices
             larger = replace(problem, cluster=replace(problem.cluster, nodes=problem.cluster.nodes * more))
-            assert search(larger).best.seconds == one.seconds
+            assert search(replace(larger, tie=0.0)).best.seconds == one.seconds
 
 
 def test_the_least_host_memory_is_the_least():

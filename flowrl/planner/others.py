@@ -1,0 +1,124 @@
+"""Plans of other kinds beside the best one: what they would take, or what they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowrl.planner.fill import Budget, Fill, Spent
+from flowrl.planner.options import Option
+from flowrl.planner.problem import INFINITE, Candidate, Effort
+from flowrl.planner.short import shortage
+from flowrl.planner.space import Space, Split
+from flowrl.planner.ties import burden
+from flowrl.planner.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Plans of other kinds, the fastest first; and kinds of which nothing fits, a line each."""
+
+    candidates: tuple[Candidate, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort) -> Others:
+    """The fastest plans of other splits; and on the meshes of the best one, with another layout of each role that is sampled
+    from or trained, and with nothing offloaded.
+
+    Counted in branches together (`Effort.alternative_branches`); what is found when they are used up is what there is.
+    """
+    if not effort.alternatives:
+        return Others()
+    mine = _split(space, best)
+    budget = Budget(effort.alternative_branches)
+    found = [] if fastest == best else [fastest]
+    refused: list[str] = []
+    for name, takes in _variants(space, best):
+        fill = Fill(space, mine, best.meshes, budget, takes)
+        try:
+            fill.fastest(INFINITE)
+        except Spent:
+            break
+        finally:
+            if fill.best is not None:
+                found.append(fill.best)
+        if fill.best is None:
+            sets = zip(mine, best.meshes, strict=True)
+            why = next(
+                filter(None, (shortage(space, one, mesh.size, takes) for one, mesh in sets)), "not all of it fits"
+            )
+            refused.append(f"{name}: {why}")
+    splits, unfit = _other_splits(space, mine, effort, budget)
+    known = {best.placement: best.seconds}
+    kept: list[Candidate] = []
+    for one in sorted([*found, *splits], key=lambda candidate: candidate.seconds):
+        if known.get(one.placement) != one.seconds:
+            known[one.placement] = one.seconds
+            kept.append(one)
+    return Others(tuple(kept), (*refused, *unfit))
+
+
+def _split(space: Space, candidate: Candidate) -> Split:
+    return tuple(tuple(space.index[option.role] for option in one.options) for one in candidate.combinations)
+
+
+def _variants(space: Space, best: Candidate) -> list[tuple[str, Callable[[Option], bool]]]:
+    """What may be asked of the options on the same meshes."""
+    found: list[tuple[str, Callable[[Option], bool]]] = []
+    for mesh, one in zip(best.meshes, best.combinations, strict=True):
+        for mine in one.options:
+            role = space.roles[space.index[mine.role]]
+            layouts = {option.layout for option in space.options(space.index[mine.role], mesh.size)}
+            if (role.is_engine or role.is_trained) and len(layouts) > 1:
+                found.append((f"another layout of '{role.name}'", _another(mine)))
+    if any(burden(option) for one in best.combinations for option in one.options):
+        found.append(("nothing offloaded", lambda option: burden(option) == 0))
+    return found
+
+
+def _another(mine: Option) -> Callable[[Option], bool]:
+    return lambda option: option.role != mine.role or option.layout != mine.layout
+
+
+def _other_splits(space: Space, mine: Split, effort: Effort, budget: Budget) -> tuple[list[Candidate], list[str]]:
+    """The fastest plans of as many other splits as asked for, and what is short in some where nothing fits."""
+    known: dict[Split, Candidate] = {}
+
+    def limit_s(split: Split) -> float:
+        """What is slower than the last one asked for is not looked for."""
+        ranked = sorted(one.seconds for one in known.values())
+        last = ranked[effort.alternatives - 1] if len(ranked) >= effort.alternatives else INFINITE
+        return min(last, known[split].seconds) if split in known else last
+
+    others = [split for split in space.splits if split != mine]
+    tree = Tree(space, others, budget, limit_s)
+    try:
+        for leaf in tree.leaves():
+            meshes = space.meshes(leaf.sizes)
+            if meshes is None:
+                continue
+            fill = Fill(space, leaf.split, meshes, budget)
+            try:
+                fill.fastest(limit_s(leaf.split))
+            finally:
+                if fill.best is not None:
+                    known[leaf.split] = fill.best
+    except Spent:
+        return _first(known, effort), []
+    unfit = [split for split in others if split not in known and split not in tree.cut]
+    return _first(known, effort), [_why(space, split) for split in unfit[: effort.alternatives]]
+
+
+def _first(known: dict[Split, Candidate], effort: Effort) -> list[Candidate]:
+    return sorted(known.values(), key=lambda one: one.seconds)[: effort.alternatives]
+
+
+def _why(space: Space, split: Split) -> str:
+    """What is short when the sets of a split stand apart, each on the most devices that it can have."""
+    names = " | ".join(" + ".join(space.roles[role].name for role in mine) for mine in split)
+    if len(split) > space.cluster.num_devices:
+        return f"{names}: {len(split)} meshes on {space.cluster.num_devices} devices"
+    most = max(size for size in space.sizes if size <= space.cluster.num_devices - len(split) + 1)
+    why = next(filter(None, (shortage(space, mine, most) for mine in split)), "its sets do not fit at the same time")
+    return f"{names}: {why}"

@@ -1,0 +1,127 @@
+"""All plans of a small problem, by the rules and nothing else: what a search must agree with."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+from flowrl.mesh import Mesh
+from flowrl.planner.handover import Side, handover_s
+from flowrl.planner.options import Option, all_options
+from flowrl.planner.problem import Problem, place
+
+GIB = 2**30
+STEPS = {"none": 0, "park": 2, "sopt": 4, "opt": 6, "all": 8}
+EDGE = ("gen", "policy")
+BESIDE = ("critic",)
+"""May work while new weights wait: the critic's update does not come before the policy's."""
+
+OptionsOf = Callable[[Problem, int, int], tuple[Option, ...]]
+HandoverOf = Callable[[Problem, Mesh, Option, Mesh, Option], float]
+
+
+def real_options(problem: Problem, role: int, size: int) -> tuple[Option, ...]:
+    return all_options(problem.roles[role], problem.cluster, Mesh(0, size), problem.workload, problem.choices)
+
+
+def real_handover(problem: Problem, source: Mesh, giving: Option, target: Mesh, taking: Option) -> float:
+    shape = next(role.shape for role in problem.roles if role.name == "gen")
+    return handover_s(shape, problem.cluster, Side(source, giving.layout), Side(target, taking.layout),
+                      is_on_host=giving.is_on_host)  # fmt: skip
+
+
+class EveryPlan:
+    """`least` is the fewest seconds of all plans (infinite when none fits), `simplest` the key of the plan that a tie takes."""
+
+    def __init__(
+        self, problem: Problem, options_of: OptionsOf = real_options, handover_of: HandoverOf = real_handover
+    ) -> None:
+        self.problem, self.handover_of = problem, handover_of
+        self.fitting = list(self._fitting(options_of))
+        self.least = math.inf
+        for labels, meshes, options, _ in self.fitting:
+            self.least = min(self.least, self.seconds(labels, meshes, options, self.least))
+
+    def simplest(self) -> tuple[float, ...]:
+        limit = self.least * (1 + max(self.problem.tie, 1e-12))
+        keys = []
+        for labels, meshes, options, peak in self.fitting:
+            seconds = self.seconds(labels, meshes, options, limit * (1 + 1e-9))
+            if seconds <= limit * (1 + 1e-12):
+                keys.append((*self._simplicity(options, meshes, peak), seconds))
+        return min(keys)
+
+    def _simplicity(self, options, meshes, peak) -> tuple[int, ...]:
+        layouts: dict[str, set[str]] = {}
+        for role, option in zip(self.problem.roles, options, strict=True):
+            layouts.setdefault(role.model, set()).add(str(option.layout))
+        said = [dict(option.settings) for option in options]
+        steps = sum(STEPS[one.get("offload", "none")] + int(one.get("park_weights", False)) for one in said)
+        numerics = max(option.numerics for option in options)
+        return numerics, len(meshes), sum(len(one) - 1 for one in layouts.values()), steps, math.ceil(peak / GIB)
+
+    def _fitting(
+        self, options_of: OptionsOf
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Mesh, ...], tuple[Option, ...], float]]:
+        problem, machine, count = self.problem, self.problem.cluster, len(self.problem.roles)
+        sizes = [n for n in range(1, machine.num_devices + 1) if machine.slices(n)]
+        for labels in itertools.product(range(count), repeat=count):
+            if [label for i, label in enumerate(labels) if label not in labels[:i]] != list(range(max(labels) + 1)):
+                continue
+            for chosen in itertools.product(sizes, repeat=max(labels) + 1):
+                meshes = place(machine, chosen)
+                if meshes is None:
+                    continue
+                ways = [options_of(problem, role, chosen[label]) for role, label in enumerate(labels)]
+                for options in itertools.product(*ways):
+                    peak = self._peak(labels, meshes, options)
+                    if peak <= machine.device.memory_bytes:
+                        yield labels, meshes, options, peak
+
+    def _peak(self, labels, meshes, options) -> float:
+        """On the fullest device; infinite when a host is over."""
+        problem = self.problem
+        hosts, peak = [0.0] * problem.cluster.nodes, 0.0
+        for label, mesh in enumerate(meshes):
+            mine = [option for option, at in zip(options, labels, strict=True) if at == label]
+            held = sum(one.static_bytes for one in mine)
+            held += problem.choices.memory.context_bytes * any(one.has_context for one in mine)
+            handed = sum(one.handover_bytes for one in mine if one.role in EDGE)
+            meanwhile = max([one.dynamic_bytes for one in mine if one.role in BESIDE], default=0.0)
+            peak = max(peak, held + max(one.dynamic_bytes for one in mine), held + handed + meanwhile)
+            nodes = mesh.nodes(problem.cluster.devices_per_node)
+            for node in nodes:
+                hosts[node] += sum(one.host_bytes for one in mine) / len(nodes)
+        return peak if max(hosts) <= problem.cluster.host.memory_bytes else math.inf
+
+    def seconds(self, labels, meshes, options, enough: float) -> float:
+        """The shortest order of the calls, found by trying all; `enough` or more where the loads alone are that much."""
+        problem = self.problem
+        tasks: dict[str, tuple[float, set[int], set[str]]] = {}
+        at = {role.name: label for role, label in zip(problem.roles, labels, strict=True)}
+        option_of = {option.role: option for option in options}
+        for role in problem.roles:
+            for call, seconds in zip(role.calls, option_of[role.name].seconds, strict=True):
+                tasks[call.node] = (seconds, {at[role.name]}, set(call.after))
+        moving = self.handover_of(
+            problem, meshes[at["policy"]], option_of["policy"], meshes[at["gen"]], option_of["gen"]
+        )
+        tasks["move"] = (moving, {at["gen"], at["policy"]}, {"rollout", "update"})
+        loads = [sum(seconds for seconds, sets, _ in tasks.values() if label in sets) for label in range(len(meshes))]
+        shares = problem.schedule.max_staleness + 1
+        if max(loads) >= enough:
+            return math.inf
+        shortest = math.inf
+
+        def down(done: dict[str, float], free: tuple[float, ...]) -> None:
+            nonlocal shortest
+            if len(done) == len(tasks):
+                shortest = min(shortest, max(done.values()))
+            for name, (seconds, sets, after) in tasks.items():
+                if name not in done and after <= set(done):
+                    start = max([0.0, *(done[one] for one in after), *(free[one] for one in sets)])
+                    if start + seconds < min(shortest, enough * shares):
+                        now = tuple(start + seconds if one in sets else time for one, time in enumerate(free))
+                        down({**done, name: start + seconds}, now)
+
+        down({}, (0.0,) * len(meshes))
+        return shortest if shares == 1 else max([shortest / shares, *loads])
