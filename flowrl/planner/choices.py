@@ -9,6 +9,7 @@ from flowrl.cost.memory import MemoryConstants
 from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState
 from flowrl.cost.train import TrainConstants
 from flowrl.mesh import Layout
+from flowrl.planner.rows import RowConstants
 
 Setting = str | int | float | bool
 
@@ -39,6 +40,7 @@ class Choices:
     train: TrainConstants = field(default_factory=TrainConstants)
     engine: EngineConstants = field(default_factory=EngineConstants)
     moving: OffloadConstants = field(default_factory=OffloadConstants)
+    rows: RowConstants = field(default_factory=RowConstants)
 
 
 @dataclass(frozen=True, slots=True)

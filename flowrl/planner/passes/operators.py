@@ -18,7 +18,7 @@ from flowrl.planner.tasks import Lane, StepKind
 
 def operators(draft: Draft) -> Draft:
     """A step for each operator of the graph, and `reads` of the calls."""
-    work = row_work(draft.graph, draft.problem.workload)
+    work = row_work(draft.graph, draft.problem.workload, draft.problem.choices.rows)
     known = {step.name: step for step in draft.steps}
     where = {step.name: step.mesh for step in draft.steps if step.kind is StepKind.COMPUTE}
     added: list[Step] = []

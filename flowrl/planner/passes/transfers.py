@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from flowrl.mesh import Mesh
+from flowrl.mesh import Cluster, Mesh
 from flowrl.planner.draft import Draft
 from flowrl.planner.rows import RowConstants
 from flowrl.planner.steps import Predicted, Step
@@ -66,17 +66,17 @@ def _in_order(draft: Draft) -> list[str]:
 
 def _step(draft: Draft, maker: str, node: str, source: Mesh, mesh: Mesh, columns: dict[str, float]) -> Step:
     total = sum(columns.values())
-    seconds, is_far = transfer_s(draft, source, mesh, total)
+    seconds, is_far = transfer_s(draft.problem.cluster, source, mesh, total, draft.problem.choices.rows)
     after = () if maker == DATA else (maker,)
     return Step(f"{maker or 'data'}.rows", node, StepKind.TRANSFER, mesh, (Lane.NIC,) if is_far else (Lane.HOST,),
                 Predicted(seconds, num_bytes=round(total)), after, source, reads=tuple(sorted(columns)))  # fmt: skip
 
 
 def transfer_s(
-    draft: Draft, source: Mesh, mesh: Mesh, num_bytes: float, constants: RowConstants | None = None
+    cluster: Cluster, source: Mesh, mesh: Mesh, num_bytes: float, constants: RowConstants | None = None
 ) -> tuple[float, bool]:
     """(seconds of rows on their way from one mesh's hosts to another's, whether some go to another node)."""
-    keep, cluster = constants or RowConstants(), draft.problem.cluster
+    keep = constants or RowConstants()
     per_node = cluster.devices_per_node
     out, into = source.nodes(per_node), mesh.nodes(per_node)
     both = len(set(out) & set(into))
