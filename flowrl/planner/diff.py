@@ -180,7 +180,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for index, one in enumerate(value):
             is_pair = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str)
             yield from _leaves(one[1], f"{path}.{one[0]}") if is_pair else _leaves(one, f"{path}.{index}")
-    else:
+    elif value is not None:
         yield path, str(value)
 
 

@@ -94,7 +94,12 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     ranked = sorted(listed, key=lambda one: one.seconds)
     simpler = found.why_simpler if chosen == 0 else ""
     placed = replace(found, best=timed[chosen], others=tuple(ranked), why_simpler=simpler)
-    return replace(plans[chosen], searched=_searched(placed, bound_s(found.problem, timed[least].seconds)))
+    # an engine has the weights of its model, without what the trainer adds to them: the trainer's shape says more
+    models = {role.model: role.shape for role in sorted(found.problem.roles, key=lambda role: role.is_trained)}
+    shapes = tuple(sorted(models.items()))
+    return replace(
+        plans[chosen], models=shapes, searched=_searched(placed, bound_s(found.problem, timed[least].seconds))
+    )
 
 
 def _searched(found: Found, least_s: float) -> Searched:

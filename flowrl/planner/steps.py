@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.graph.code import digest
 from flowrl.mesh import Cluster, Layout, Mesh
@@ -131,6 +132,8 @@ class Plan(Viewed):
     """Names of meshes, for reading."""
     workload: Workload | None = None
     """What the predictions assume about prompts and responses."""
+    models: tuple[tuple[str, ModelShape], ...] = ()
+    """What they assume about each model of the flow."""
     predicted: Outlook = field(default_factory=Outlook)
     searched: Searched | None = None
     """How it was found; None for a plan that was written by hand."""

@@ -137,3 +137,15 @@ def test_a_plain_module_of_several_ranks_is_replicated(ranks: int) -> None:
     """As under data parallelism without shards."""
     (found,) = audit_module(llama()).problems
     assert found.kind == "replicated" and "each of 4 devices" in found.what
+
+
+def test_what_lies_on_the_host_is_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on a device (here one that holds nothing), optimizer state in host memory."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    made = nn.Linear(64, 64, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(made.parameters())
+    optimizer.state[made.weight] = {"exp_avg": torch.zeros(64, 64), "exp_avg_sq": torch.zeros(64, 64)}
+    audit = audit_module(made, optimizer)
+    assert (audit.device_bytes, audit.host_bytes) == (4 * 64 * 64, 8 * 64 * 64)
+    assert "on host" in str(audit) and audit.problems == ()

@@ -57,6 +57,16 @@ def test_inputs_that_differ():
     assert not any(".all" in what for what in said)
 
 
+def test_models_that_differ():
+    problem = CASES["plenty"]
+    roles = tuple(replace(role, shape=role.shape.with_lora(8)) if role.is_trained else role for role in problem.roles)
+    adapters = planned(replace(problem, roles=roles))
+    said = {change.what: (change.before, change.after) for change in diff(ONE, adapters).inputs}
+    assert said["models.policy.lora.rank"] == (None, "8")
+    assert not any(what.startswith("models.ref") for what in said)
+    assert Plan.from_json(adapters.to_json()) == adapters
+
+
 def test_histograms_that_differ_only_inside():
     one, other = Lengths((1, 2, 3, 4), (1.0, 1.0, 1.0, 1.0)), Lengths((1, 2, 3, 4), (1.0, 2.0, 0.1, 1.0))
     other = replace(other, weights=(1.0, 0.5, 2.0, 1.0))
