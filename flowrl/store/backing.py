@@ -27,7 +27,8 @@ import numpy as np
 from flowrl.errors import StoreError
 from flowrl.store.arena import Arenas, Block, Mapped, remove_unused
 from flowrl.store.catalog import DISK, HOT, PACKED, Catalog, Record, Segment
-from flowrl.store.log import CommitLog, LocalLog
+from flowrl.store.local_log import LocalLog
+from flowrl.store.log import CommitLog
 from flowrl.store.presence import LocalPresence, Presence
 from flowrl.store.staging import ArrayCarrier
 
@@ -172,22 +173,29 @@ class Backing:
             # the claim may have ended meanwhile; then the records change nothing
             self.commit(*records, {"kind": "release", "node": node, "token": token})
 
-    def commit(self, *records: Record) -> None:
-        """Make the records part of the table, all or none. Inside a transaction."""
+    def commit(self, *records: Record, is_last: bool = False) -> None:
+        """Make the records part of the table, all or none. Inside a transaction.
+
+        Args: is_last: nothing that needs the lock follows in this transaction; other processes may go on while this one
+            takes note of the records.
+        """
         with self.mutex:  # nobody reads the log in between
             before, was_torn = self.log.sequence, self._is_torn
             self._is_torn = True
+            log = self.log
+            length = log.bytes_since_snapshot
+            is_long = length > self._compact_at and length > 2 * log.snapshot_bytes
             try:
-                if self.log.append_read(*records):
+                if log.append_read(*records, is_last=is_last and not is_long):
                     for record in records:
                         self.catalog.apply(record)
             except BaseException:
-                if self.log.sequence == before:  # a full disk, or what JSON does not know: nothing was committed
+                if log.sequence == before:  # a full disk, or what JSON does not know: nothing was committed
                     self._is_torn = was_torn
                 raise
             self._is_torn = False
         self.replay()
-        if self.log.bytes_since_snapshot > max(self._compact_at, 2 * self.log.snapshot_bytes):
+        if is_long:
             self._compact()
 
     def _compact(self) -> None:

@@ -91,8 +91,8 @@ def append(backing: Backing, rows: Incoming, bounds: Bounds) -> tuple[range, boo
                         pieces[0] = replace(pieces[0], opens=True)
                     records = [] if rows.fits == catalog.columns_version else _columns_records(catalog, rows.types)
                     record = _append_record(rows, pieces, segments, groups, first, skipped)
-                    backing.commit(*records, *(gone or ()), record)
                     backing.tidy()
+                    backing.commit(*records, *(gone or ()), record, is_last=True)
                     closed = grown > 0 and (bool(record["chunks"]) or grown + stored >= bounds.chunk_rows)
                     break
             make_room(backing, bounds, stored, nbytes, until)  # another process took it

@@ -145,7 +145,7 @@ class Claim:
             if not still_claims(catalog, record):
                 self.end()
                 raise StoreError(_gone_text(self.node))
-            self.backing.commit(record)
+            self.backing.commit(record, is_last=True)
 
     def __enter__(self) -> Claim:
         return self
@@ -292,7 +292,8 @@ def _try(
         view = View.of(backing, pairs, names)
         token = f"{backing.new_uid():x}"
         slot = 0 if backing.presence is None else backing.presence.slot
-        backing.commit(*before, {"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs})
+        record = {"kind": "claim", "node": node, "token": token, "slot": slot, "rows": pairs}
+        backing.commit(*before, record, is_last=True)
         return Claim(backing, node, token, pairs, view)
 
 

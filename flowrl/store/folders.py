@@ -29,6 +29,10 @@ from flowrl.errors import StoreError, WaitTimeout
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST_WAIT_S = 30.0
 """For a lock that is held for microseconds, or while the memory of a large table is removed."""
+_EAGER_S = 100e-6
+"""How long a lock is tried for again and again: most are free by then, and the shortest nap takes as long."""
+_FIRST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
+"""Between tries after that."""
 ONLY_READS = 3
 """Index of the 8-byte word of a `process-<slot>` file that is 1 when the table may end without that process."""
 REMEDY = "Make /dev/shm writable and larger (docker run --shm-size=...), or use memory='private'"
@@ -183,17 +187,23 @@ def locked(file: Path) -> Iterator[int]:
 
 def lock_until(descriptor: int, deadline: float) -> bool:
     """Take the exclusive lock of an open file. False when somebody else held it until `deadline` (`time.monotonic`)."""
-    nap = 50e-6
+    nap = _FIRST_NAP_S
+    eager = None
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return False
-            time.sleep(min(nap, left))
-            nap = min(2 * nap, 1e-3)
+            if eager is None:
+                eager = now + _EAGER_S
+            if now < eager:
+                os.sched_yield()  # the holder may need this processor to go on
+                continue
+            time.sleep(min(nap, deadline - now))
+            nap = min(2 * nap, _LONGEST_NAP_S)
 
 
 def _user_folder() -> Path:

@@ -15,8 +15,9 @@ again when the file grows, and a full disk is an error and not a signal. On proc
 the word before the bytes; it notices by the checksum and reads again.
 
 [Note: No lost wake-up] The doorbell changes under the lock after `place`; a waiter reads it before it looks at `place`, and the
-system lets it sleep only while the doorbell still has that value. The wake-up itself is sent when the lock is free. A writer
-killed between the two wakes nobody, so nobody sleeps longer than LONGEST_SLEEP_S without looking.
+system lets it sleep only while the doorbell still has that value. The wake-up is sent at once: a waiter takes longer to run
+than a transaction to end. A writer killed between the two wakes nobody, so nobody sleeps longer than LONGEST_SLEEP_S without
+looking.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ _DOORBELL, _HOLDER = 3, 6  # in 4-byte words of the head
 _PLACE = 2  # in 8-byte words
 _NEVER = -1
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _decode = json.JSONDecoder().raw_decode
-_live: weakref.WeakSet[CommitLog | LocalLog] = weakref.WeakSet()
+_live: weakref.WeakSet[CommitLog] = weakref.WeakSet()
 
 
 class CommitLog:
@@ -83,7 +84,8 @@ class CommitLog:
         self._depth = 0
         self._epoch = 0
         """Counts forks: a transaction of the parent is none in its child."""
-        self._ring = False
+        self._keeps_out = False
+        """Whether other processes are kept out by this one."""
         self._capacity = 0
         """Bytes of the log file that are surely there to write to."""
         self._map_head()
@@ -198,18 +200,18 @@ class CommitLog:
 
         Errors: StoreError when there is no space; the log is then as it was. TypeError for what JSON does not know.
         """
-        return self._append(records, is_read=False)[0]
+        return self._append(records, is_read=False, is_last=False)[0]
 
-    def append_read(self, *records: Record) -> bool:
+    def append_read(self, *records: Record, is_last: bool = False) -> bool:
         """The same, for a caller that takes note of the records now. Returns whether `read` leaves them out: it does not when
-        there is something before them that was not read."""
-        return self._append(records, is_read=True)[1]
+        there is something before them that was not read.
 
-    def _append(self, records: Sequence[Record], *, is_read: bool) -> tuple[int, bool]:
-        """`sequence`, and whether the records count as read.
-
-        Errors: StoreError when there is no space; the log is then as it was. TypeError for what JSON does not know.
+        Args: is_last: nothing more is committed in this transaction, so other processes need not wait for its end.
         """
+        return self._append(records, is_read=True, is_last=is_last)[1]
+
+    def _append(self, records: Sequence[Record], *, is_read: bool, is_last: bool) -> tuple[int, bool]:
+        """`sequence`, and whether the records count as read."""
         self._check_inside()
         if self._readonly:
             raise StoreError(f"the table in {self._folder} was opened with readonly=True; open it without to change it")
@@ -230,10 +232,13 @@ class CommitLog:
             except OSError as error:
                 raise StoreError(f"{self._folder}/log.{generation} cannot be written: {error}") from error
             place = self._publish(generation << _SHIFT | end)
-            if is_read and self._at[1] == offset:
+            counts = is_read and self._at[1] == offset
+            if counts:
                 self._at, self._seen = (generation, end, self._at[2]), place
-                return place, True
-        return place, False
+        if is_last and self._depth == 1:
+            self._unlock()
+        futex.wake(self._bell)
+        return place, counts
 
     def compact(self, state: Mapping[str, Any]) -> None:
         """Replace all records by a snapshot, inside a transaction: from now on `read` starts with it, for everyone.
@@ -257,18 +262,20 @@ class CommitLog:
         for name in os.listdir(self._folder):
             if name.startswith("log.") and name != f"log.{generation}":
                 (self._folder / name).unlink(missing_ok=True)
+        futex.wake(self._bell)
 
     def _publish(self, place: int) -> int:
         words = self._words
         self._places[_PLACE] = place
         words[_DOORBELL] = (words[_DOORBELL] + 1) & 0xFFFFFFFF
-        self._ring = True
         return place
 
     def _check_inside(self) -> None:
         # another thread's transaction is not this one's
-        if not (self._depth and self._threads._is_owned()):  # type: ignore[attr-defined]
-            raise StoreError("records are appended inside a transaction: with log.transaction(): ...")
+        if not (self._keeps_out and self._threads._is_owned()):  # type: ignore[attr-defined]
+            raise StoreError(
+                "records are appended inside a transaction, and none after its last: with log.transaction(): ..."
+            )
 
     def _reserve(self, end: int) -> None:
         if end <= self._capacity:
@@ -301,6 +308,7 @@ class CommitLog:
             if self._files.lock < 0:
                 self._files.lock = self._open_lock()
             self._flock(deadline, timeout_s)
+            self._keeps_out = True
             if not self._readonly:
                 self._words[_HOLDER] = os.getpid()
         held.is_counted, self._depth = True, self._depth + 1
@@ -336,16 +344,17 @@ class CommitLog:
             return
         if held.is_counted:
             held.is_counted, self._depth = False, self._depth - 1
-        ring = False
         if self._depth == 0:
-            ring, self._ring = self._ring, False
-            if not self._readonly and self._words[_HOLDER] == os.getpid():
-                self._words[_HOLDER] = 0
-            if self._files.lock >= 0:
-                fcntl.flock(self._files.lock, fcntl.LOCK_UN)
+            self._unlock()
         held.has_thread = self._threads.release()  # type: ignore[func-returns-value]
-        if ring:
-            futex.wake(self._bell)
+
+    def _unlock(self) -> None:
+        """Let other processes in; once more changes nothing."""
+        if self._keeps_out and not self._readonly and self._words[_HOLDER] == os.getpid():
+            self._words[_HOLDER] = 0
+        self._keeps_out = False
+        if self._files.lock >= 0:
+            fcntl.flock(self._files.lock, fcntl.LOCK_UN)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -473,115 +482,10 @@ class CommitLog:
     def _in_child(self) -> None:
         self._epoch += 1
         self._threads, self._reading = threading.RLock(), threading.RLock()
-        self._depth, self._ring = 0, False
+        self._depth, self._keeps_out = 0, False
         lock, self._files.lock = self._files.lock, -1  # opened anew when first needed; the parent keeps its own lock
         if lock >= 0:
             os.close(lock)
-
-
-class LocalLog:
-    """The same for a table that only this process has: records go through JSON, so that they look the same."""
-
-    def __init__(self) -> None:
-        self.bytes_since_snapshot = self.snapshot_bytes = 0
-        self._threads = threading.RLock()
-        self._changed = threading.Condition(threading.Lock())
-        # commits since the last snapshot, and how many of them were read; replaced as one where both change
-        self._kept: tuple[list[str], int] = ([], 0)
-        self._sequence = 1
-        self._depth = 0
-        self._epoch = 0
-        self._closed = False
-        _live.add(self)
-
-    def transaction(self, timeout_s: float = 30.0) -> Transaction:
-        """Keep other threads out. Errors: WaitTimeout."""
-        return Transaction(self, timeout_s)
-
-    def append(self, *records: Record) -> int:
-        """Commit records, inside a transaction."""
-        return self._put(_encode(records), is_snapshot=False)
-
-    def append_read(self, *records: Record) -> bool:
-        """The same; `read` gives them to this process, too."""
-        self.append(*records)
-        return False
-
-    def compact(self, state: Mapping[str, Any]) -> None:
-        """Let a snapshot stand for all records before it."""
-        self._put(_encode([{"kind": "snapshot", "state": state}]), is_snapshot=True)
-
-    def _put(self, text: str, *, is_snapshot: bool) -> int:
-        if not (self._depth and self._threads._is_owned()):  # type: ignore[attr-defined]
-            raise StoreError("records are appended inside a transaction: with log.transaction(): ...")
-        with self._changed:
-            self._sequence += 1  # first: where it is as it was, nothing was committed
-            if is_snapshot:
-                self._kept = ([text], 0)
-                self.snapshot_bytes, self.bytes_since_snapshot = len(text), 0
-            else:
-                self._kept[0].append(text)
-                self.bytes_since_snapshot += len(text)
-            self._changed.notify_all()
-            return self._sequence
-
-    def rewind(self) -> None:
-        """Let `read` begin anew with all there is, for who lost what was read."""
-        with self._changed:
-            self._kept = (self._kept[0], 0)
-
-    def read(self) -> list[Record]:
-        """Records that were not read yet."""
-        texts, start = self._kept
-        if len(texts) == start:
-            return []
-        with self._changed:
-            texts, start = self._kept
-            records = [record for text in texts[start:] for record in json.loads(text)]
-            self._kept = (texts, len(texts))
-            return records
-
-    @property
-    def sequence(self) -> int:
-        """Grows with every commit."""
-        return self._sequence
-
-    def wait(self, seen: int, timeout_s: float) -> bool:
-        """Wait until `sequence` is not `seen`; False when the time is over."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._sequence != seen or self._closed, min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
-            )
-            return self._sequence != seen
-
-    def sync(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """End it. Waiting threads stop waiting."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _acquire(self, held: Transaction, timeout_s: float) -> None:
-        held.epoch = self._epoch
-        held.has_thread = self._threads.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
-        if not held.has_thread:
-            raise WaitTimeout(f"waited {timeout_s:g} s for the table: another thread is at it")
-        if self._closed:
-            raise StoreError("the table is closed; a table with memory='private' cannot be opened again")
-        held.is_counted, self._depth = True, self._depth + 1
-
-    def _release(self, held: Transaction) -> None:
-        if held.epoch == self._epoch and held.has_thread:
-            if held.is_counted:
-                held.is_counted, self._depth = False, self._depth - 1
-            held.has_thread = self._threads.release()  # type: ignore[func-returns-value]
-
-    def _in_child(self) -> None:
-        self._epoch += 1
-        self._threads, self._changed = threading.RLock(), threading.Condition(threading.Lock())
-        self._depth = 0
 
 
 class _Files:

@@ -23,7 +23,8 @@ from flowrl.store.arena import Arenas, Mapped
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import DISK, HOT, PACKED
 from flowrl.store.folders import living, new_folder, reclaim_orphans, remove_folder, settled, shm_folder
-from flowrl.store.log import CommitLog, LocalLog
+from flowrl.store.local_log import LocalLog
+from flowrl.store.log import CommitLog
 from flowrl.store.mover import Mover, Tiers
 from flowrl.store.presence import LocalPresence, Presence
 

@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowrl.store.log import CommitLog, LocalLog
+    from flowrl.store.local_log import LocalLog
+    from flowrl.store.log import CommitLog
 
 
 class Transaction:

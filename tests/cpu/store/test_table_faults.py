@@ -938,7 +938,7 @@ def test_the_first_error_is_the_one_that_is_seen(monkeypatch: pytest.MonkeyPatch
         table.append(batch_of(0, 40))
         backing = table._backing
 
-        def damaged(*records: Record) -> bool:
+        def damaged(*records: Record, is_last: bool = False) -> bool:
             monkeypatch.setattr(backing.log, "read", damaged)
             raise StoreError("damaged" if not records else "first")
 

@@ -14,7 +14,8 @@ from hypothesis import given, strategies as st
 
 from flowrl.errors import StoreError, WaitTimeout
 from flowrl.store import futex, log as log_module
-from flowrl.store.log import CommitLog, LocalLog
+from flowrl.store.local_log import LocalLog
+from flowrl.store.log import CommitLog
 from tests.null.store.forks import in_child
 
 
@@ -114,6 +115,22 @@ def test_a_writer_that_died_before_the_end_wrote_nothing(
     commit(other, {"n": 4})
     assert log.read() == numbers(1, 2, 4)
     assert CommitLog.open(tmp_path).read() == numbers(1, 2, 4)
+
+
+def test_after_the_last_commit_of_a_transaction_others_need_not_wait_for_its_end(tmp_path: Path) -> None:
+    log, other = CommitLog.create(tmp_path), CommitLog.open(tmp_path)
+    with log.transaction(0):
+        log.append_read({"n": 1}, is_last=True)
+        commit(other, {"n": 2})  # would time out at once
+        with pytest.raises(StoreError, match="none after its last"):
+            log.append({"n": 3})
+    with log.transaction(0), log.transaction(0):
+        log.append_read({"n": 4}, is_last=True)  # the outer one may go on
+        with pytest.raises(WaitTimeout):
+            commit(other, {"n": 5})
+        log.append({"n": 6})
+    assert log.read() == numbers(2, 4, 6)
+    assert other.read() == numbers(1, 2, 4, 6)
 
 
 def test_a_compaction_that_died_leaves_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
