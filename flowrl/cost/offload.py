@@ -98,8 +98,8 @@ class OffloadConstants:
 
 
 def adam_s(params_per_device: float, cluster: Cluster, state: OptimizerState = ADAM_FP32) -> float:
-    """Seconds of a step on the device: `28·n / (B_hbm·eta_hbm)` for fp32; bound by memory."""
-    return state.traffic_bytes * params_per_device / (cluster.device.hbm_bytes_s * cluster.efficiency.hbm)
+    """Seconds of a step on the device: `28·n / (B_hbm·eta_adam)` for fp32; bound by memory."""
+    return state.traffic_bytes * params_per_device / (cluster.device.hbm_bytes_s * cluster.efficiency.adam)
 
 
 def state_cost(

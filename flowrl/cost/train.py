@@ -86,7 +86,7 @@ class TrainStep:
 
 
 def score_s(shape: ModelShape, cluster: Cluster, devices: int, lengths: Sequence[int]) -> float:
-    """A forward pass over sequences (old or reference log-probabilities, values, rewards): `C_f/(G·F·eta_fwd)` and traffic."""
+    """A forward pass over sequences (old or reference log-probabilities, values, rewards): see `forward_s`."""
     return forward_s(shape, cluster, devices, lengths)
 
 
@@ -144,7 +144,16 @@ def train_step(
     tp, stages, shards = layout.tp, layout.pp, layout.fsdp
     total, ranks = sum(lengths), layout.dp * layout.fsdp
     count = max(1, math.ceil(total / (ranks * tokens)))
-    compute_s = train_compute_s(shape, cluster, mesh.size, lengths, recompute=recompute)
+    compute_s = train_compute_s(
+        shape,
+        cluster,
+        mesh.size,
+        lengths,
+        micro_batches=count,
+        tensor_parallel=tp,
+        pipeline=stages,
+        recompute=recompute,
+    )
     inside = Ring.strided(cluster, mesh.first, shards, tp)
     across = Ring.strided(cluster, mesh.first, layout.dp, tp * shards * stages)
     gradient_bytes = 4.0 * shape.trainable_params() / (tp * stages)
@@ -209,7 +218,7 @@ def forward_pass_s(
     gather_s = ring.all_gather_s(2.0 * shape.params() / layout.tp)
     each_bytes = 2.0 * shape.hidden * total / (ranks * count)
     exchange_s = count * _exchange_s(cluster, layout.tp, each_bytes, 2 * shape.layers + 1, sequence_parallel)
-    longest = max(score_s(shape, cluster, mesh.size, lengths), count * gather_s)
+    longest = max(forward_s(shape, cluster, mesh.size, lengths, micro_batches=count), count * gather_s)
     return longest + exchange_s + _first_gather_s(shape, ring, layout.tp)
 
 

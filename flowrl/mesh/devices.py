@@ -53,7 +53,13 @@ class Efficiency:
     forward: float = 0.50
     """Of `peak_flops`, forward only."""
     hbm: float = 0.70
-    """Of `hbm_bytes_s`."""
+    """Of `hbm_bytes_s`, in copies and what is like them."""
+    adam: float = 0.70
+    """Of `hbm_bytes_s`, in the optimizer's step on the device."""
+    train_attention: float = 0.0
+    """The same, in attention's own products, which grow with the square of a sequence; 0: as `train`."""
+    forward_attention: float = 0.0
+    """The same, forward only; 0: as `forward`."""
     decode_flops: float = 0.60
     """Of `peak_flops`, when decoding is bound by arithmetic."""
     decode_hbm: float = 0.70
@@ -65,7 +71,7 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
-            require_positive(self, name)
+            require_positive(self, name, zero=name.endswith("_attention"))
             if getattr(self, name) > 1:
                 raise ConfigError(
                     f"Efficiency.{name} is a fraction of a peak, above 0 to 1; found {getattr(self, name)!r}"
@@ -87,6 +93,9 @@ class Overheads:
     train_logit_bytes: float = 0.0
     """Moved for each logit of a loss in chunks: forward, recomputed and backward."""
     forward_logit_bytes: float = 0.0
+    train_shard_bytes: float = 0.0
+    """Moved by each device for each parameter and micro-batch where weights are sharded: what is gathered is cast and copied, and
+    gradients are cast, copied and added."""
     train_layer_s: float = 0.0
     """Least time of a layer and micro-batch, however few its tokens: the host starts kernels one after the other."""
     forward_layer_s: float = 0.0

@@ -20,7 +20,11 @@ from flowrl.mesh import Cluster
 from flowrl.planner.measured import Comparison, StepMeasured
 from flowrl.planner.tasks import StepKind
 
-PARTS = {"train": ("train",), "forward": ("forward",), "sample": ("decode_flops", "decode_hbm")}
+PARTS = {
+    "train": ("train", "train_attention"),
+    "forward": ("forward", "forward_attention"),
+    "sample": ("decode_flops", "decode_hbm"),
+}
 """Work to the fields of `Efficiency` that its seconds go with. Whether a decode step was bound by arithmetic or by memory is not
 in its time, so both are scaled."""
 BESIDE = {"train": "train_", "forward": "forward_"}

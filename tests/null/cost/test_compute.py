@@ -9,7 +9,7 @@ from flowrl.cost.flops import forward_flops, train_flops
 from flowrl.cost.memory import activation_token_bytes
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
-from flowrl.mesh import Cluster, Overheads
+from flowrl.mesh import Cluster, Efficiency, Overheads
 
 SHAPE = ModelShape.of("Qwen2.5-0.5B")
 CLUSTER = Cluster.named("2xH200")
@@ -64,15 +64,45 @@ def test_the_smaller_model_reaches_a_smaller_part_of_the_peak():
     assert parts == sorted(parts) and parts[-1] < cluster.efficiency.train
 
 
-def test_negative_traffic_is_refused():
-    with pytest.raises(ConfigError, match="Overheads needs a finite number of at least 0 for train_passes"):
-        Overheads(train_passes=-1.0)
-
-
 def test_few_tokens_take_as_long_as_their_kernels_take_to_start():
     starts = measured(train_layer_s=4e-3, forward_layer_s=1e-3)
-    assert forward_s(SHAPE, starts, 1, [8]) == pytest.approx(SHAPE.layers * 1e-3)
-    assert train_compute_s(SHAPE, starts, 1, [8, 8], micro_batches=2) == pytest.approx(2 * SHAPE.layers * 4e-3)
-    assert train_compute_s(SHAPE, starts, 1, [8], recompute=False) == pytest.approx(SHAPE.layers * 3e-3)
+    critic = replace(SHAPE, head="value")  # nothing after the layers
+    assert forward_s(critic, starts, 1, [8]) == pytest.approx(SHAPE.layers * 1e-3)
+    assert train_compute_s(critic, starts, 1, [8, 8], micro_batches=2) == pytest.approx(2 * SHAPE.layers * 4e-3)
+    assert train_compute_s(critic, starts, 1, [8], recompute=False) == pytest.approx(SHAPE.layers * 3e-3)
+    assert train_compute_s(critic, starts, 2, [8], pipeline=2) == pytest.approx(SHAPE.layers * 2e-3)
     many = [4096] * 64
-    assert train_compute_s(SHAPE, starts, 1, many) == train_compute_s(SHAPE, CLUSTER, 1, many)
+    assert train_compute_s(critic, starts, 1, many) == train_compute_s(critic, CLUSTER, 1, many)
+
+
+def test_the_head_is_not_hidden_by_starts():
+    starts = measured(train_layer_s=1.0, train_logit_bytes=30.0)
+    bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
+    head = 4 * 2.0 * SHAPE.vocab * SHAPE.hidden / (CLUSTER.device.peak_flops * CLUSTER.efficiency.train)
+    assert train_compute_s(SHAPE, starts, 1, [100]) == pytest.approx(
+        SHAPE.layers + 100 * (head + 30 * SHAPE.vocab / bandwidth)
+    )
+
+
+def test_each_device_moves_what_is_gathered():
+    sharded = measured(train_shard_bytes=40.0)
+    bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
+    each = 40 * SHAPE.params() / bandwidth
+    for devices, count, parts in ((1, 1, 1), (2, 3, 1), (2, 3, 2)):
+        extra = train_compute_s(SHAPE, sharded, devices, LENGTHS, micro_batches=count, tensor_parallel=parts)
+        extra -= train_compute_s(SHAPE, CLUSTER, devices, LENGTHS)
+        assert extra == pytest.approx(count * each / parts)
+
+
+def test_attention_has_a_part_of_its_own():
+    slow = replace(CLUSTER, efficiency=Efficiency(train_attention=0.2, forward_attention=0.25))
+    attention = forward_flops(SHAPE, LENGTHS).attention / CLUSTER.device.peak_flops
+    extra = train_compute_s(SHAPE, slow, 1, LENGTHS) - train_compute_s(SHAPE, CLUSTER, 1, LENGTHS)
+    assert extra == pytest.approx(4 * attention * (1 / 0.2 - 1 / 0.4))
+    extra = forward_s(SHAPE, slow, 1, LENGTHS) - forward_s(SHAPE, CLUSTER, 1, LENGTHS)
+    assert extra == pytest.approx(attention * (1 / 0.25 - 1 / 0.5))
+
+
+def test_negative_overheads_are_refused():
+    with pytest.raises(ConfigError, match="Overheads needs a finite number of at least 0 for train_passes"):
+        Overheads(train_passes=-1.0)
