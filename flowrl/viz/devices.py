@@ -17,6 +17,8 @@ from flowrl.viz.svg import Markup, fitted, line, picture, rect, tag, text, width
 LEFT, RIGHT = 84.0, 16.0
 STRIPE, NUMBER, GAUGE = 17.0, 15.0, 7.0
 GAP = 4.0
+MOST_ROWS = 8
+"""Nodes up to which each has a row of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,12 @@ def device_map(scene: Scene, stacks: tuple[Stack, ...]) -> Markup:
     cell = (WIDTH - LEFT - RIGHT) / per_node
     pieces: list[Markup] = []
     y = 8.0
-    for node in range(cluster.nodes):
-        devices = range(node * per_node, (node + 1) * per_node)
+    for nodes in _rows(cluster.nodes, per_node, of_device, full):
+        devices = range(nodes[0] * per_node, (nodes[0] + 1) * per_node)
         rows = max([1, *(len(of_device[device]) for device in devices)])
         tall = NUMBER + rows * STRIPE + GAUGE + 6
-        pieces.append(text(8, y + NUMBER + 11, f"node {node}", class_="group"))
+        pieces.append(text(8, y + 14, f"node{'s' if len(nodes) > 1 else ''}", class_="tick"))
+        pieces.append(text(8, y + 31, fitted(units.ranges(nodes), LEFT - 12, size=13), class_="group"))
         under, names = _stripes(of_device, devices, LEFT, y + NUMBER, cell)
         frames = [_cell(scene, device, of_device[device], full.get(device), LEFT + i * cell, y, cell, tall)
                   for i, device in enumerate(devices)]  # fmt: skip
@@ -80,6 +83,23 @@ def device_map(scene: Scene, stacks: tuple[Stack, ...]) -> Markup:
     used = sum(bool(found) for found in of_device.values())
     described = f"{cluster.num_devices} devices {cluster.device.name} in {cluster.nodes} nodes; models compute on {used} of them"
     return picture("map", WIDTH, height, "Devices and what shares them (predicted)", described, *pieces)
+
+
+def _rows(
+    num_nodes: int, per_node: int, of_device: dict[int, tuple[Stripe, ...]], full: dict[int, Stack]
+) -> list[list[int]]:
+    """The nodes of each row. In a large cluster, neighbouring nodes that look the same are one row."""
+    rows: list[list[int]] = []
+    last: object = None
+    for node in range(num_nodes):
+        devices = range(node * per_node, (node + 1) * per_node)
+        look = [(of_device[device], full[device].name if device in full else "") for device in devices]
+        if num_nodes > MOST_ROWS and look == last:
+            rows[-1].append(node)
+        else:
+            rows.append([node])
+        last = look
+    return rows
 
 
 def _stripes(

@@ -16,6 +16,8 @@ LEAST, MOST = 118.0, 210.0
 """Width of a column in pixels."""
 TOP = 62.0
 SIDE = 14.0
+LONGEST = 280.0
+"""Width of a label on an edge."""
 LANE = 15.0
 """Room that an edge to the next iteration takes at the side."""
 
@@ -95,7 +97,7 @@ def _box(frame: _Frame, point: Point) -> Markup:
     x, y = frame.x(row) - width / 2, frame.y(layer)
     rounded = {"weights": BOX / 2, "model": 12.0, "table": 0.0, "choice": 14.0}.get(point.sort, 5.0)
     first, *rest = point.lines
-    shown = [text(x + 12, y + 21, fitted(first, width - 20, size=13), class_="node")]
+    shown = [text(x + 12, y + 21, fitted(first, width - 20, size=14.5), class_="node")]
     if point.bars:
         took = units.seconds(point.seconds)
         layout = next((f" · {bar.step.layout}" for bar in point.bars if bar.step.layout is not None), "")
@@ -197,6 +199,7 @@ def _label(frame: _Frame, edge: Flows, points: list[tuple[float, float]], index:
     if not words or edge.is_pruned or ends & frame.said:
         return None
     frame.said |= ends
+    words = fitted(words, LONGEST, size=10.5)
     wide = width_of(words, size=10.5) + 10
     for x, y in _spots(edge, points, wide):
         x = max(x, SIDE + wide / 2)

@@ -60,7 +60,7 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
     parts = [
         _section("timeline", "Timeline", _timeline(drawn, spans)),
         _section("devices", "Devices", _devices(drawn, on_devices)),
-        _section("memory", "Memory", _memory(drawn, on_devices, on_hosts)),
+        _section("memory", "Memory", _memory(drawn, on_devices, on_hosts, spans)),
         _section("dataflow", "Dataflow", _dataflow(dataflow(drawn, graph))),
         _section("why", "Why this plan", _why(plan)),
     ]
@@ -194,13 +194,17 @@ def _devices(drawn: Scene, on_devices: tuple[Stack, ...]) -> Markup:
     return join(tag("p", words, class_="lead"), tag("figure", device_map(drawn, on_devices)))
 
 
-def _memory(drawn: Scene, on_devices: tuple[Stack, ...], on_hosts: tuple[Stack, ...]) -> Markup:
+def _memory(
+    drawn: Scene, on_devices: tuple[Stack, ...], on_hosts: tuple[Stack, ...], spans: tuple[Seen, ...]
+) -> Markup:
     words = "Predicted by the simulator that decided whether the plan fits. Devices whose memory is the same are drawn once."
+    if any(one.device_bytes is not None for one in spans):
+        words += " Dashed lines are measured: the most that a device held during a step."
     kinds = [_legend(swatch(one.hue, one.hatch), one.name, "c", one.name) for one in used(drawn.plan)]
     drawings: list[Markup] = []
     for name, found in (("devices", on_devices), ("hosts", on_hosts)):
         for index, stack in enumerate(found[:MOST_CHARTS]):
-            drawings.append(tag("figure", memory_chart(stack, drawn.makespan_s, f"mem-{name}-{index}")))
+            drawings.append(tag("figure", memory_chart(stack, drawn, f"mem-{name}-{index}", spans)))
         if len(found) > MOST_CHARTS:
             rest = "; ".join(f"{one.name}: {units.size(one.usage.peak_bytes)}" for one in found[MOST_CHARTS:])
             drawings.append(tag("p", f"Not drawn, as they are less full (predicted peaks): {rest}.", class_="lead"))
@@ -230,7 +234,7 @@ def _peaks(found: tuple[Stack, ...]) -> Markup:
 
 def _dataflow(flow: Dataflow) -> Markup:
     said = {
-        DATA: "rows move or stay; the label says predicted bytes and time, or how many columns stay where they are",
+        DATA: "rows; the label says their columns and predicted bytes, or, where they move, predicted bytes and time",
         WEIGHTS: "versions of weights",
         CONTROL: "order alone" if flow.has_graph else "waits for its end; rows may stay on the same devices",
     }
@@ -313,7 +317,7 @@ def _steps(drawn: Scene) -> Markup:
             tag("th", step.name, scope="row"),
             tag("td", step.node),
             tag("td", str(step.kind)),
-            tag("td", place_of(drawn.plan, step)),
+            tag("td", place_of(drawn.plan, step), class_="where"),
             tag("td", "" if step.layout is None else str(step.layout), class_="mono"),
             tag("td", units.seconds(bar.start_s), class_="num"),
             tag("td", units.seconds(bar.end_s - bar.start_s), class_="num"),

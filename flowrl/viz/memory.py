@@ -7,7 +7,9 @@ from itertools import pairwise
 
 from flowrl.viz import units
 from flowrl.viz.axis import LEFT, WIDTH, Axis
+from flowrl.viz.measured import Seen
 from flowrl.viz.palette import hatch
+from flowrl.viz.scene import Bar, Scene
 from flowrl.viz.stacks import Layer, Stack
 from flowrl.viz.svg import Markup, fitted, join, line, number, picture, rect, tag, text, width_of
 
@@ -21,12 +23,20 @@ SMALL = 0.4
 """Where the peak is a smaller part of what there is, the line of what there is lies above the picture."""
 
 
-def memory_chart(stack: Stack, makespan_s: float, name: str) -> Markup:
-    """The memory of a stack's first device or host as SVG; `name` makes its ids."""
+def memory_chart(stack: Stack, scene: Scene, name: str, seen: Sequence[Seen] = ()) -> Markup:
+    """The memory of a stack's first device or host as SVG.
+
+    Args:
+        name: makes its ids.
+        seen: what was measured; of a device, the memory of steps is drawn as dashed lines.
+    """
+    makespan_s = scene.makespan_s
     axis = Axis(makespan_s)
     usage = stack.usage
     is_small = usage.peak_bytes < SMALL * stack.cap_bytes
-    most = max(usage.peak_bytes * 1.5 if is_small else stack.cap_bytes, usage.peak_bytes) * HEADROOM
+    held = [] if stack.is_host else [one for one in seen if _is_on(scene.bar(one.step), stack)]
+    measured = max((one.device_bytes or 0 for one in held), default=0)
+    most = max(usage.peak_bytes * 1.5 if is_small else stack.cap_bytes, usage.peak_bytes, measured) * HEADROOM
     tall = FLAT if len(stack.moments) <= 2 else TALL
     bottom = TOP + tall
     scale = tall / most if most else 0.0
@@ -39,6 +49,7 @@ def memory_chart(stack: Stack, makespan_s: float, name: str) -> Markup:
         areas.append(_area(axis, stack, layer, moments, below, above, bottom, scale))
         names.append(_name(axis, layer, moments, below, above, bottom, scale))
         below = above
+    measured_lines = [_held(axis, scene.bar(one.step), one, bottom, scale) for one in held]
     free = stack.cap_bytes - usage.peak_bytes
     during = f" during {', '.join(usage.during)}" if usage.during else ""
     words = (
@@ -55,7 +66,7 @@ def memory_chart(stack: Stack, makespan_s: float, name: str) -> Markup:
         text(8, 16, fitted(stack.name, 420, size=13), class_="group"),
         text(WIDTH - 16, 16, fitted(words, 660), class_="over-cap" if free < 0 else "note", text_anchor="end"),
         _scale(stack, most, bottom, scale), axis.grid(TOP, bottom),
-        tag("g", join(*areas, *names), clip_path=f"url(#{name}-clip)"),
+        tag("g", join(*areas, *names, *measured_lines), clip_path=f"url(#{name}-clip)"),
         line(LEFT, cap_y, WIDTH - 16, cap_y, class_="cap far" if is_small else "cap"),
         text(LEFT + 6, cap_y - 4 if cap_y > TOP + 8 else cap_y + 13, cap_words, class_="capname"),
         tag("g", tag("circle", cx=peak_x, cy=peak_y, r=3.5, class_="peak"), data_x=f"{usage.peak_s:.9g}"),
@@ -145,6 +156,22 @@ def _name(
     if best is None or width_of(name, size=11) + 12 > best[0]:
         return Markup("")
     return text(best[1] + 6, best[2] + 4, name, class_="label small", data_c=name)
+
+
+def _is_on(bar: Bar, stack: Stack) -> bool:
+    """Of a move between meshes nobody knows which of the two it was measured on."""
+    return bar.step.source is None and bool(set(bar.step.devices) & set(stack.indices))
+
+
+def _held(axis: Axis, bar: Bar, one: Seen, bottom: float, scale: float) -> Markup | None:
+    """The most that a device held during a step, as it was measured."""
+    if one.device_bytes is None:
+        return None
+    y = bottom - one.device_bytes * scale
+    predicted = units.size(bar.step.predicted.memory_bytes)
+    tip = f"{one.step}: measured {units.size(one.device_bytes)} on a device, {predicted} predicted"
+    box = rect(axis.x(bar.start_s), y, max(2.0, axis.width(bar.end_s - bar.start_s)), 0.4, class_="measured")
+    return tag("g", tag("title", tip), box, class_="held", data_s=f"{bar.start_s:.9g}", data_e=f"{bar.end_s:.9g}")
 
 
 def _scale(stack: Stack, most: float, bottom: float, scale: float) -> Markup:

@@ -6,7 +6,7 @@ import math
 
 from flowrl.cost.text import size_text as size, time_text as seconds
 
-__all__ = ["GIB", "count", "percent", "ranges", "seconds", "size", "ticks"]
+__all__ = ["GIB", "count", "percent", "ranges", "seconds", "size", "step_of", "ticks"]
 
 GIB = 2**30
 
@@ -36,9 +36,14 @@ def ranges(numbers: list[int] | tuple[int, ...] | range) -> str:
 
 def ticks(most: float, wanted: int = 8) -> list[float]:
     """Round numbers from 0 to at most `most`, about `wanted` of them."""
-    if not most > 0:
-        return [0.0]
-    rough = most / wanted
+    step = step_of(most, wanted)
+    return [index * step for index in range(int(most / step + 1e-9) + 1)] if step else [0.0]
+
+
+def step_of(span: float, wanted: int = 8) -> float:
+    """A round number of which about `wanted` fit into a span; 0 where there is none."""
+    if not span > 0:
+        return 0.0
+    rough = span / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [index * step for index in range(int(most / step + 1e-9) + 1)]
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

@@ -17,8 +17,10 @@ from flowrl.viz.scene import Scene
 from flowrl.viz.stacks import Stack
 from flowrl.viz.svg import Markup, join, tag
 
-_UNIT = re.compile(r" (%|s|ms|B|KiB|MiB|GiB|tok/s)\b")
+_UNIT = re.compile(r" (%|s|ms|B|KiB|MiB|GiB|tok/s)(?!\w)")
 """A number and its unit stay on one line."""
+LEAST_GAP = 5e-4
+"""A gap that is printed as 0.0 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Figure:
     note: str = ""
     part: float | None = None
     """Of what there is; drawn as a gauge."""
+    since: str = ""
+    """A day, as 2026-01-31: the script says how long ago that was."""
 
 
 def figures(
@@ -116,23 +120,22 @@ def _optimality(scene: Scene) -> Figure:
     if searched is None:
         return Figure("optimality", "not searched", "written by hand: compared with no other plan")
     gap = searched.gap(scene.plan.predicted.seconds)
+    within, bound = f"within {units.percent(gap)}", f"no plan is below {units.seconds(searched.bound_s)}"
     if not searched.is_exhaustive:
         return Figure(
-            "optimality",
-            f"at most {units.percent(gap)} from best",
-            "found by a seeded random search, under the cost model",
+            "optimality", within, f"of the best there is: {bound}; by a seeded random search, under the cost model"
         )
-    if gap < 5e-4:
+    if gap < LEAST_GAP:
         return Figure("optimality", "best there is", "no plan of the search space is faster, under the cost model")
-    return Figure(
-        "optimality",
-        f"at most {units.percent(gap)} from best",
-        f"no plan is below {units.seconds(searched.bound_s)}, under the cost model",
-    )
+    return Figure("optimality", within, f"of the best there is: {bound}, under the cost model")
 
 
 def _calibration(scene: Scene) -> Figure:
     cluster = scene.plan.cluster
+    if cluster.calibrated_at:
+        day = cluster.calibrated_at[:10]
+        note = "; ".join(("this kind of cluster, by flowrl calibrate", *cluster.notes))
+        return Figure("calibration", f"measured {day}", note, since=day)
     assumed = cluster.efficiency == Efficiency()
     value = "assumed" if assumed else "set for this cluster"
     links = (
@@ -153,8 +156,6 @@ def _card(figure: Figure) -> Markup:
         over = " over" if figure.part > 1 else ""
         width = f"width:{100 * min(1.0, figure.part):.1f}%"
         gauge = tag("span", tag("span", style=width), class_=f"meter{over}", aria_hidden="true")
-    return tag(
-        "div",
-        tag("dt", figure.name),
-        tag("dd", tag("strong", _UNIT.sub("\u00a0\\1", figure.value)), gauge, tag("small", figure.note)),
-    )
+    value = tag("strong", _UNIT.sub("\u00a0\\1", figure.value))
+    note = tag("small", figure.note, data_since=figure.since or None)
+    return tag("div", tag("dt", figure.name), tag("dd", value, gauge, note))

@@ -56,7 +56,9 @@ def versions(scene: Scene, iterations: int | None = None) -> Versions:
     """Simulate iterations that overlap as far as the plan allows."""
     plan = scene.plan
     count = iterations or plan.max_staleness + 1 + EXTRA
-    tasks = unroll(plan.tasks, count, max_staleness=plan.max_staleness)
+    # the last ones have nothing behind them that waits for their end: they are simulated and not shown
+    simulated = count + plan.max_staleness + 1
+    tasks = unroll(plan.tasks, simulated, max_staleness=plan.max_staleness)
     found = schedule(tasks, devices_per_node=plan.cluster.devices_per_node)
     turns = tuple(
         Turn(index, bar.index, found.starts[name], found.ends[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flowrl.planner.steps import Plan
@@ -122,14 +123,14 @@ def pareto(plan: Plan) -> Markup | None:
         text(WIDTH - RIGHT, HEIGHT - 8, "step time, predicted →", class_="tick", text_anchor="end"),
         text(8, TOP - 4, "peak of the fullest device, predicted", class_="tick"),
     ]
-    for tick in units.ticks(most / units.GIB, 4):
+    for tick in units.ticks(most / units.GIB, 5):
         y = TOP + plot_h * (1 - tick * units.GIB / most)
         frame.append(line(LEFT, y, WIDTH - RIGHT, y, class_="grid"))
         frame.append(text(LEFT - 8, y + 4, f"{tick:,.4g} GiB", class_="tick", text_anchor="end"))
-    for tick in units.ticks(most_s, 12):
-        if tick >= least_s:
-            x = LEFT + (tick - least_s) / ((most_s - least_s) or 1.0) * plot_w
-            frame.append(text(x, TOP + plot_h + 16, f"{tick:,.4g} s", class_="tick", text_anchor="middle"))
+    gap = units.step_of(most_s - least_s)
+    for index in range(math.ceil(least_s / gap) if gap else 0, math.floor(most_s / gap) + 1 if gap else 0):
+        x = LEFT + (index * gap - least_s) / (most_s - least_s) * plot_w
+        frame.append(text(x, TOP + plot_h + 16, f"{index * gap:,.5g} s", class_="tick", text_anchor="middle"))
     best = sorted((at(one) for one in found if one.is_best), key=lambda point: point[0])
     front = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in best)
     described = (

@@ -9,6 +9,11 @@
     return element;
   };
 
+  for (const note of all("[data-since]")) {
+    const days = Math.floor((Date.now() - Date.parse(note.dataset.since)) / 864e5);
+    if (days >= 0) note.append(`; ${days} day${days === 1 ? "" : "s"} ago`);
+  }
+
   // ---- tips: the <title> of a mark becomes its label for screen readers and the text of one shared box
   const tip = make("div", "", { id: "tip", hidden: "", role: "status" });
   document.body.append(tip);
@@ -49,7 +54,7 @@
     const mark = markOf(event.target);
     if (mark) showTip(mark, event.clientX, event.clientY);
     else tip.hidden = true;
-    if (!pinned) light(mark || event.target.closest?.("tr[data-k],tr[data-edge]"));
+    if (!pinned) light(mark || event.target.closest?.("[data-k],[data-edge]"));
   });
   addEventListener("click", (event) => {
     const mark = markOf(event.target);
@@ -78,7 +83,9 @@
     const [, , width] = svg.getAttribute("viewBox").split(" ").map(Number);
     const marks = all("[data-s]", svg).map((mark) => ({
       mark, s: +mark.dataset.s, e: +mark.dataset.e,
-      boxes: all("rect:not(.plate)", mark), plate: mark.querySelector(".plate"), label: mark.querySelector("text"),
+      boxes: all("rect:not(.plate)", mark),
+      texts: all("text,.plate", mark).map((one) => ({ one, is: one.textContent, at: ["x", "width", "text-anchor"].map((name) => [name, one.getAttribute(name)]) })),
+      plate: mark.querySelector(".plate"), label: mark.querySelector("text"),
     }));
     const paths = all("path.area", svg).map((path) => ({ path, d: path.getAttribute("d") }));
     const ticks = all(".axis", svg)[0];
@@ -109,11 +116,18 @@
     for (const plot of plots) {
       const scale = plot.plot / (until - from);
       const x = (seconds) => plot.left + (seconds - from) * scale;
-      for (const { mark, s, e, boxes, plate, label } of plot.marks) {
+      for (const { mark, s, e, boxes, plate, label, texts } of plot.marks) {
         const width = Math.max(2, (e - s) * scale);
         for (const box of boxes) { box.setAttribute("x", x(s)); box.setAttribute("width", width); }
         mark.classList.toggle("gone", x(e) < plot.left - 1 || x(s) > plot.left + plot.plot + 1);
         if (!label || !label.dataset.l) continue;
+        if (whole) { // as it was drawn
+          for (const { one, is, at } of texts) {
+            if (one === label) one.textContent = is;
+            for (const [name, value] of at) value === null ? one.removeAttribute(name) : one.setAttribute(name, value);
+          }
+          continue;
+        }
         const start = Math.max(x(s), plot.left), room = Math.min(x(e), plot.left + plot.plot) - start;
         const full = label.dataset.m ? `${label.dataset.l} · ${label.dataset.m}` : label.dataset.l;
         label.removeAttribute("text-anchor");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -12,14 +13,16 @@ import pytest
 import flowrl as fr
 import flowrl.viz
 from flowrl.errors import ConfigError
+from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.measured import Comparison, compare
 from flowrl.planner.steps import Plan
-from flowrl.planner.views import VIEWS
+from flowrl.planner.tasks import Hold, Lane, StepKind
+from flowrl.planner.views import VIEWS, view
 from flowrl.trace import Event
 from flowrl.viz.html import POLICY, asset, notebook_html, plan_html
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.svg import clean
-from tests.null.viz.cases import HOSTILE, hostile as hostile_plan, large
+from tests.null.viz.cases import GIB, HOSTILE, compute, hostile as hostile_plan, large, move
 
 MOST_BYTES = 400_000
 MOST_SCRIPT_BYTES = 60_000
@@ -120,8 +123,6 @@ def test_hostile_texts_stay_text() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(VIEWS) - {"text"}))
 def test_hostile_names_end_no_string(name: str) -> None:
-    from flowrl.planner.views import view
-
     text = view(name, hostile_plan())
     if name == "trace":
         json.loads(text)
@@ -229,6 +230,97 @@ def test_trace_has_predicted_and_measured_processes_and_flows() -> None:
     known = {(event["pid"], event["tid"]) for event in trace if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in trace if event["ph"] in "Xsf"} <= known
     assert sum(event["ph"] == "X" and event["pid"] > 1000 for event in trace) == 32, "one for each device of the step"
+
+
+def small() -> Plan:
+    mesh = Mesh(0, 2)
+    cache = (Hold("KV cache", GIB),)
+    steps = (
+        compute("rollout", mesh, 2.0, role="gen", holds=cache),
+        move("rows", "update", StepKind.TRANSFER, Lane.NVLINK, Mesh(2, 1), 0.5, 2**20, "rollout", source=mesh),
+        compute("update", Mesh(2, 1), 1.5, "rows", role="policy"),
+    )
+    return Plan.of("small", "ab12", Cluster.named("4xA100-80G"), steps, meshes=(("A", mesh), ("B", Mesh(2, 1))))
+
+
+def test_a_small_plan_as_mermaid() -> None:
+    assert small().to_mermaid() == (
+        """flowchart LR
+    subgraph m0["A: devices 0#8211;1"]
+        n0["rollout<br/>2.0 s predicted"]
+    end
+    subgraph m1["B: device 2"]
+        n1["update<br/>1.5 s predicted"]
+    end
+    n0 -- "1.0 MiB #183; 500.0 ms" --> n1
+    classDef h0 fill:#a9cdf3,stroke:#1b5c99,color:#111
+    class n0 h0
+    classDef h1 fill:#f8c987,stroke:#8f5200,color:#111
+    class n1 h1
+"""
+    )
+
+
+def test_a_small_plan_as_a_trace() -> None:
+    events = json.loads(small().to_trace(measured=[Seen("update", 1.8)]))["traceEvents"]
+    timed = [event for event in events if "ts" in event and event["ph"] != "C"]
+    shown = [(e["ph"], e["name"], e["pid"], e["tid"], e["ts"], e.get("dur"), e["args"].get("bytes")) for e in timed]
+    assert shown == [
+        ("X", "rollout", 1, 1, 0.0, 2e6, 0),
+        ("X", "rollout", 1, 11, 0.0, 2e6, 0),
+        ("X", "rows", 1, 2, 2e6, 5e5, 2**20),
+        ("X", "rows", 1, 12, 2e6, 5e5, 2**20),
+        ("X", "rows", 1, 22, 2e6, 5e5, 2**20),
+        ("X", "update", 1, 21, 2.5e6, 1.5e6, 0),
+        ("s", "waits for", 1, 1, 2e6, None, 2**20),
+        ("f", "waits for", 1, 2, 2e6, None, 2**20),
+        ("s", "waits for", 1, 2, 2.5e6, None, 2**20),
+        ("f", "waits for", 1, 21, 2.5e6, None, 2**20),
+        ("X", "update", 1001, 21, 2.5e6, 1.8e6, None),
+    ]
+    counters = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
+    assert counters[:3] == [
+        ("memory of devices 0–1, predicted bytes", 0.0, {"KV cache": GIB}),
+        ("memory of devices 0–1, predicted bytes", 2e6, {"KV cache": 0}),
+        ("peak of devices 0–1, predicted bytes", 0.0, {"peak": GIB}),
+    ]
+
+
+def test_nodes_that_look_the_same_share_a_row_in_a_large_cluster() -> None:
+    one = compute("update", Mesh(0, 512), 1.0, role="policy", layout=Layout.parse("f512"))
+    page = plan_html(Plan.of("wide", "ab12", Cluster.named("1024xH100-80G"), [one]))
+    assert page.count('class="device"') == 16
+    assert ">0–63<" in page and ">64–127<" in page
+    assert len(page.encode()) < MOST_BYTES
+
+
+def test_measured_memory_is_a_line_on_the_devices_that_held_it() -> None:
+    page = plan_html(large(), measured=[Seen("update_policy", 31.0, None, 45 * GIB)])
+    assert page.count('class="held"') == 1
+    assert "update_policy: measured 45.0 GiB on a device, 41.4 GiB predicted" in page
+
+
+def test_too_much_memory_is_said() -> None:
+    full = compute("update", Mesh(0, 1), 1.0, role="policy", holds=(Hold("policy activations", 90 * GIB),))
+    page = plan_html(Plan.of("full", "ab12", Cluster.named("1xA100-80G"), [full]))
+    assert "peak 90.0 GiB of 80.0 GiB (predicted) during update, 10.0 GiB too much" in page
+    assert 'class="meter over"' in page and 'class="gauge-over"' in page
+
+
+def test_a_plan_without_steps_is_a_page_too() -> None:
+    empty = Plan.of("empty", "ab12", Cluster.named("1xA100-80G"), [])
+    for name in sorted(VIEWS):
+        assert view(name, empty)
+
+
+def test_the_day_of_the_calibration_is_said() -> None:
+    cluster = replace(
+        Cluster.named("64xH100-80G"), calibrated_at="2026-01-31T10:00:00", notes=("the network was not measured",)
+    )
+    page = plan_html(replace(large(), cluster=cluster))
+    assert "measured 2026-01-31" in page and "the network was not measured" in page
+    assert 'data-since="2026-01-31"' in page
+    assert 'data-since="' not in plan_html(large())
 
 
 def test_dot_and_mermaid_have_all_nodes_meshes_and_moves() -> None:
