@@ -19,6 +19,7 @@ from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.codec import decode, encode
 from flowrl.planner.report import Searched
 from flowrl.planner.simulate import Memory, Schedule, lower_bound, memory, period, schedule
+from flowrl.planner.table import table
 from flowrl.planner.tasks import Hold, Lane, StepKind, Task
 from flowrl.planner.views import Viewed
 from flowrl.planner.workload import Workload
@@ -26,7 +27,6 @@ from flowrl.planner.workload import Workload
 FORMAT = "flowrl plan"
 VERSION = 1
 """Of the file format. A file of a newer one is refused."""
-GIB = 2**30
 
 Setting = str | int | float | bool
 
@@ -272,77 +272,10 @@ class Plan(Viewed):
 
     def __str__(self) -> str:
         """The table of steps."""
-        outlook, cluster = self.predicted, self.cluster
-        schedule_name = f"async, staleness up to {self.max_staleness}" if self.max_staleness else "sync"
-        alone = f", {_time(outlook.latency_s)} from its first step to its last" if self.max_staleness else ""
-        head = [
-            f"plan {self.name}: {len(self.steps)} steps on {cluster.num_devices}x{cluster.device.name}, {schedule_name}; "
-            f"graph {self.graph_hash}, plan {self.hash}",
-            f"predicted: {_time(outlook.seconds)} per iteration{alone}, no order below {_time(outlook.bound_s)}; at most "
-            f"{_size(outlook.device_bytes)} of {_size(cluster.device.memory_bytes)} per device, {_size(outlook.host_bytes)} of "
-            f"{_size(cluster.host.memory_bytes)} per host",
-        ]
-        rows = [("step", "node", "kind", "mesh", "layout", "reads", "start", "seconds", "moved", "memory")]
-        for index, step in enumerate(self.steps):
-            critical = "*" if step.name in outlook.critical_path else ""
-            moved = _size(step.predicted.num_bytes) if step.predicted.num_bytes else ""
-            rows.append(
-                (
-                    f"{critical}{index}",
-                    step.node,
-                    str(step.kind),
-                    self._place(step),
-                    "" if step.layout is None else str(step.layout),
-                    _short(", ".join(step.reads)),
-                    _time(step.predicted.start_s),
-                    _time(step.predicted.seconds),
-                    moved,
-                    _size(step.predicted.memory_bytes),
-                )
-            )
-        foot = "* on the critical path; start, seconds, moved and memory are predicted"
-        return "\n".join([*head, "", *_aligned(rows, "rlllllrrrr"), "", foot])
-
-    def _place(self, step: Step) -> str:
-        moves = step.source is not None and step.source != step.mesh
-        return (
-            f"{self._called(step.source)} -> {self._called(step.mesh)}"
-            if moves and step.source
-            else self._called(step.mesh)
-        )
-
-    def _called(self, mesh: Mesh) -> str:
-        ours = (name for name, one in self.meshes if (one.first, one.size) == (mesh.first, mesh.size))
-        last = mesh.first + mesh.size - 1
-        return f"{next(ours, str(mesh.first) if mesh.size == 1 else f'{mesh.first}-{last}')}[{mesh.size}]"
+        return table(self)
 
 
 def _timed(step: Step, found: Schedule, used: Memory) -> Step:
     start_s, end_s = found.starts[step.name], found.ends[step.name]
     most = max((used.devices[device].between(start_s, end_s) for device in step.devices), default=0)
     return replace(step, predicted=replace(step.predicted, start_s=start_s, memory_bytes=most))
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.1f} ms"
-
-
-def _size(num_bytes: int) -> str:
-    unit, name = next(((unit, name) for unit, name in ((GIB, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (1, "B"))
-    return f"{num_bytes / unit:.1f} {name}" if unit > 1 else f"{num_bytes} B"
-
-
-def _short(text: str, most: int = 32) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Columns under each other; `sides` has l or r for each."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shown = []
-    for row in rows:
-        cells = zip(row, widths, sides, strict=True)
-        shown.append(
-            "  ".join(text.ljust(width) if side == "l" else text.rjust(width) for text, width, side in cells).rstrip()
-        )
-    return shown

@@ -23,7 +23,8 @@ CLUSTER = Cluster.named("8xA100-80G").with_memory(device_bytes=2**50)  # everyth
 CHOICES = Choices(optimizers=(ADAM_FP32, ADAM_8BIT))
 ADAPTED = (
     Role("gen", "frozen", SMALL, (Call("rollout", "gen", "generate", 64),)),
-    Role("adapted", "adapted", SMALL.with_lora(16), (Call("old", "adapted", "forward", 64), Call("train", "adapted", "train", 64))),
+    Role("adapted", "adapted", SMALL.with_lora(16), (Call("old", "adapted", "forward", 64),
+                                                     Call("train", "adapted", "train", 64))),
 )  # fmt: skip
 PROBLEMS = {
     "four roles": Problem(CRITICS, CLUSTER, WORK, choices=CHOICES),

@@ -110,6 +110,29 @@ def test_a_plan_prints_as_a_table() -> None:
     assert str(made()) == TABLE
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_small_work_on_rows_is_one_line_from_four_on(count: int) -> None:
+    first, *rest = steps()
+    small = [
+        Step(f"op{index}", f"op{index}", StepKind.COMPUTE, SAMPLE, (Lane.HOST,), Predicted(1e-3),
+             (f"op{index - 1}" if index else "rollout",)) for index in range(count)
+    ]  # fmt: skip
+    last = [replace(step, after=(*step.after, small[-1].name)) if step.name == "update" else step for step in rest]
+    plan = Plan.of("p", "0", Cluster.named("8xA100-80G"), [first, *small, *last])
+    lines = str(plan).splitlines()
+    assert f"plan p: {5 + count} steps" in lines[0]
+    if count < 3:  # with the transfer that starts at the same moment
+        assert (
+            sum(line.split()[1].startswith("op") for line in lines if " compute " in line and " 0-3[4]" in line)
+            == count
+        )
+        return
+    shown = next(line for line in lines if "operators, 1 transfer" in line)
+    assert shown.strip().startswith(f"*2-{2 + count}  {count} operators, 1 transfer  rows")
+    assert f"{count}.2 ms" in shown and "5.0 MiB" in shown
+    assert not any(" transfer " in line for line in lines if line != shown)
+
+
 def test_steps_come_in_the_order_of_starting() -> None:
     plan = made()
     assert [step.name for step in plan.steps] == ["rollout", "onload", "rows", "update", "weights"]
