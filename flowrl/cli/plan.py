@@ -28,11 +28,12 @@ from flowrl.planner.figures import (
     phases,
     placement_of,
     summary,
+    tie_line,
 )
 from flowrl.planner.offered import check_layouts
 from flowrl.planner.planning import plan_found, problem_of
 from flowrl.planner.problem import Found, Problem
-from flowrl.planner.relax import Refusal, explain as refusal_of
+from flowrl.planner.relax import Refusal, Relaxation, explain as refusal_of
 from flowrl.planner.report import Searched
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
@@ -246,7 +247,7 @@ def _write(made: Plan, path: str) -> None:
 
 def _report(made: Plan, found: Found) -> str:
     figures = summary(made, found.problem)
-    lines = [_verdict(made, figures), "", *_figure_lines(made, figures, found)]
+    lines = [_verdict(made, figures), "", *_figure_lines(made, figures)]
     lines += ["", str(made)]
     lines += ["", "memory of each step on its fullest device (predicted):", *_indented(phase_table(phases(made)))]
     lines += ["", "other plans, and why each lost (predicted):", *_indented(alternative_lines(made))]
@@ -261,7 +262,7 @@ def _verdict(made: Plan, figures: Summary) -> str:
     )
 
 
-def _figure_lines(made: Plan, figures: Summary, found: Found) -> list[str]:
+def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     rows = [("placement", str(placement_of(made)))]
     if figures.tokens_per_s is not None:
         rows.append(
@@ -279,24 +280,10 @@ def _figure_lines(made: Plan, figures: Summary, found: Found) -> list[str]:
     searched = made.searched
     if searched is not None:
         rows.append(("search", _searched(searched)))
-    if tie := _tie(made, found):
+    if tie := tie_line(made):
         rows.append(("tie", tie))
     rows.append(("figures", calibration(made.cluster)))
     return aligned(rows, "ll")
-
-
-def _tie(made: Plan, found: Found) -> str:
-    """Where another plan is predicted to be a little faster: by how much, and that this is nothing."""
-    faster = (
-        [one for one in made.searched.alternatives if one.seconds < made.predicted.seconds] if made.searched else []
-    )
-    if not faster:
-        return ""
-    best = min(faster, key=lambda one: one.seconds)
-    less = f"{time_text(best.seconds)} predicted for {best.placement}"
-    return (
-        f"{less}; below {found.problem.tie:.1%} plans count as equal, and the simplest is taken (--tie 0: the fastest)"
-    )
 
 
 def _searched(found: Searched) -> str:
@@ -344,16 +331,19 @@ def _refusal(problem: Problem, refusal: Refusal) -> str:
         f"({size_text(cluster.device.memory_bytes)} per device, {size_text(cluster.host.memory_bytes)} per host), {kind}{asked}",
         f"binding: {refusal.binding}",
     ]
+    tried = "; ".join(refusal.in_vain)
     if not refusal.relaxations:
-        return "\n".join([*lines, "nothing that was tried would fit: use smaller models, or many more devices"])
+        lines.append("nothing that was tried would fit: use smaller models, or many more devices")
+        return "\n".join([*lines, *([f"tried: {tried}"] if tried else [])])
     rows = [("change", "per step", "")]
-    rows += [
-        (one.what, time_text(one.seconds), "changes numerics: say so to allow it" if one.changes_numerics else "")
-        for one in refusal.relaxations
-    ]
-    return "\n".join(
-        [*lines, "", "would fit (each was planned; seconds are predicted):", *_indented(aligned(rows, "lrl"))]
-    )
+    rows += [(one.what, time_text(one.seconds), _price(one)) for one in refusal.relaxations]
+    lines += ["", "would fit (each was planned; seconds are predicted):", *_indented(aligned(rows, "lrl"))]
+    return "\n".join([*lines, *([f"not enough alone: {tried}"] if tried else [])])
+
+
+def _price(one: Relaxation) -> str:
+    said = ["a step does less"] * one.changes_work + ["changes numerics"] * one.changes_numerics
+    return ", ".join(said)
 
 
 def _compare(problem: Problem, graph: Graph, found: Found, args: argparse.Namespace) -> int:

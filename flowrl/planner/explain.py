@@ -21,6 +21,7 @@ from flowrl.planner.figures import (
     placement_of,
     role_lines,
     summary,
+    tie_line,
 )
 from flowrl.planner.options import all_options
 from flowrl.planner.planning import plan_found
@@ -104,6 +105,8 @@ class Explanation:
         lines = [f"{shown}predicted {time_text(self.summary.seconds)} per iteration", ""]
         lines += [*(f"  {line}" for line in role_lines(self.plan))]
         lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
+        if tie := tie_line(self.plan):
+            lines.append(f"  a tie: {tie}")
         lines += [f"  {_relief(one, self.summary.seconds)}" for one in self.relief]
         if self.reasons:
             lines += ["", "why each choice (predicted; the rest is planned anew for each):"]
@@ -113,7 +116,7 @@ class Explanation:
         elif self.plan.searched is not None:
             lines += [
                 "",
-                "other splits of the roles (predicted):",
+                "other plans, and why each lost (predicted):",
                 *(f"  {line}" for line in alternative_lines(self.plan)),
             ]
         return "\n".join(lines).lstrip("\n")

@@ -253,11 +253,27 @@ def binding_lines(found: Summary, plan: Plan) -> list[str]:
 
 
 def alternative_lines(plan: Plan) -> list[str]:
-    """The other splits that the search looked at to the end, and why each lost."""
-    others = () if plan.searched is None else plan.searched.alternatives
-    if not others:
-        return ["none came near the best: all were left by a bound before they were looked at to the end"]
-    return [one.why for one in others]
+    """The plans of other kinds that the search looked at to the end, and why each lost; then kinds of which nothing fits."""
+    searched = plan.searched
+    if searched is None:
+        return ["none: the plan was not found by a search"]
+    lines = [one.why for one in searched.alternatives]
+    lines += [f"does not fit: {line}" for line in searched.refused]
+    return lines or ["none was looked at to the end: a bound left out all others"]
+
+
+def tie_line(plan: Plan) -> str:
+    """What another plan is predicted to gain, where that is too little to choose it; else empty."""
+    searched = plan.searched
+    faster = [] if searched is None else [one for one in searched.alternatives if one.seconds < plan.predicted.seconds]
+    if searched is None or not faster:
+        return ""
+    best = min(faster, key=lambda one: one.seconds)
+    why = f"; {searched.why_simpler}" if searched.why_simpler else ""
+    return (
+        f"{best.placement} is predicted to take {time_text(best.seconds)}; plans within {searched.tie:.1%} count as equal, and "
+        f"the simplest is taken{why}"
+    )
 
 
 def phase_table(found: Sequence[Phase]) -> list[str]:
