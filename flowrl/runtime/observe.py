@@ -138,10 +138,15 @@ class Observation:
     def node_joined(self, node: Node, value: Value) -> None:
         self._record(node, value, "")
 
-    def step_moved(self, step: Step, moved: Moved, start: float, end: float) -> None:
+    def move_begins(self, step: Step) -> None:
+        self.progress.phase(step.name)
+        self.meter.begin()
+
+    def move_done(self, step: Step, moved: Moved, start: float) -> None:
         """Trace a step of a plan that computes nothing."""
-        self._add(Event(str(step.kind), step.node, self.step, start, end, 0, moved.num_bytes,
-                        {STEP: step.name, "did": moved.did}))  # fmt: skip
+        attributes = {STEP: step.name, "did": moved.did, f"{self.meter.what}_bytes": self.meter.end()}
+        end = time.perf_counter()  # the meter has waited for the device
+        self._add(Event(str(step.kind), step.node, self.step, start, end, 0, moved.num_bytes, attributes))
 
     def _trace(self, node: Node, value: Value, start: float, end: float, path: str) -> None:
         if self.folder is None and not self.keeps_events:

@@ -25,7 +25,7 @@ from flowrl.planner.tasks import StepKind
 from flowrl.runtime.applied import Applied, apply_settings
 from flowrl.runtime.context import Context, StepLog, Table, Value
 from flowrl.runtime.executor import Executor, needed
-from flowrl.runtime.program import Act, Action, Program, program_of
+from flowrl.runtime.program import Act, Action, Program, paths_of, program_of
 from flowrl.store.rows import RowBatch
 
 ON_DEVICE = ("", "none", False)
@@ -117,8 +117,8 @@ def _drift(plan: Plan, graph: Graph, *, allowed: bool) -> tuple[Drift, ...]:
 
 def _difference(plan: Plan, graph: Graph, then: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What is known of where two graphs differ: a plan keeps names and hashes only."""
-    planned = {step.node.partition(".")[0] for step in plan.steps if step.kind is StepKind.COMPUTE}
-    here = {node.name for node in graph}
+    planned = {step.node for step in plan.steps if step.kind is StepKind.COMPUTE}
+    here = {name for name, _ in paths_of(graph)}
     parts = [
         *(f"the plan computes '{name}', which the flow lacks" for name in sorted(planned - here)),
         *(f"the plan knows '{name}', which the flow does not use" for name in sorted(then.keys() - now.keys())),
@@ -175,8 +175,11 @@ class Observer(Protocol):
     def node_joined(self, node: Node, value: Value) -> None:
         """Its columns are in its own table now."""
 
-    def step_moved(self, step: Step, moved: Moved, start: float, end: float) -> None:
-        """A step that computes nothing was done."""
+    def move_begins(self, step: Step) -> None:
+        """A step that computes nothing begins."""
+
+    def move_done(self, step: Step, moved: Moved, start: float) -> None:
+        """It was done, but for what it launched on a device."""
 
 
 @dataclass(kw_only=True)
@@ -230,9 +233,10 @@ class PlannedExecutor(Executor):
         self.observer.node_joined(node, context.values[node.name])
 
     def _move(self, step: Step) -> None:
+        self.observer.move_begins(step)
         start = time.perf_counter()
         moved = MOVES[step.kind](self, step)
-        self.observer.step_moved(step, moved, start, time.perf_counter())
+        self.observer.move_done(step, moved, start)
 
     def publish(self, step: Step) -> Moved:
         """New weights to the samplers of the models that a reshard names."""

@@ -83,7 +83,7 @@ def program_of(plan: Plan, graph: Graph, device: int) -> Program:
 
     Errors: ConfigError for a step whose node the graph does not have.
     """
-    paths = dict(_paths(graph))
+    paths = dict(paths_of(graph))
     column = plan.column(device)
     steps: dict[str, str] = {}
     for step in column:
@@ -113,12 +113,12 @@ def _is_work(step: Step, graph: Graph) -> bool:
     return kind.changes_model and not kind.uses_model
 
 
-def _paths(graph: Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
+def paths_of(graph: Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
     """What a plan calls each node (`refill.rollout`), and its path."""
     for node in graph:
         yield (prefix + node.name).replace("/", "."), prefix + node.name
         if node.body is not None:
-            yield from _paths(node.body, f"{prefix}{node.name}/")
+            yield from paths_of(node.body, f"{prefix}{node.name}/")
 
 
 @dataclass
