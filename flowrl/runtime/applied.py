@@ -18,6 +18,8 @@ OPTIMIZERS = ("adam_fp32", "adam_master")
 SILENT = frozenset({"role", "offload", "park_weights", "optimizer"})
 """Settings that become no field of a model: for reading, or checked elsewhere."""
 
+CPU = "cpu"
+"""Name of the device that is a process on CPUs: its memory is the machine's, of which nobody takes a share."""
 LEAST_SHARE = 0.05
 """Of a device, below which opening vLLM is not tried."""
 
@@ -110,8 +112,12 @@ class _Settings:
                                  "sampler)")  # fmt: skip
             case "forward", "recompute":
                 pass  # a forward pass keeps nothing that could be computed again; its model's training step has the same setting
-            case "sample", "utilization" if model.sampler == "vllm":
+            case "sample", "utilization" if model.sampler == "vllm" and self.plan.cluster.device.name != CPU:
                 self._share(step, name, float(value))
+            case "sample", "utilization" if model.sampler == "vllm":
+                self.left.append(
+                    f"{step.name}: {setting}={value} (on a CPU the vLLM sampler takes what its cache needs)"
+                )
             case "sample", "utilization":
                 self.left.append(f"{step.name}: {setting}={value} (the {model.sampler} sampler takes what it needs)")
             case _:

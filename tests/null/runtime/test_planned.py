@@ -15,7 +15,7 @@ from examples.flows.grpo import grpo, grpo_moving_ref
 from examples.flows.ppo import ppo, ppo_warm
 from flowrl.engines.null import NullHost
 from flowrl.errors import ConfigError, RunError, TraceError
-from flowrl.mesh import Layout, Mesh
+from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.measured import compare_run
 from flowrl.planner.steps import Plan
 from flowrl.planner.tasks import StepKind
@@ -455,6 +455,14 @@ def test_an_engine_that_keeps_its_memory_gets_what_the_others_leave():
     assert share(0.7 * whole) == pytest.approx(0.3)
     with pytest.raises(ConfigError, match="leave 2% of the device to the vLLM sampler of 'policy'"):
         share(0.98 * whole)
+
+
+def test_nobody_takes_a_share_of_a_machines_own_memory(tmp_path):
+    plan = plan_of(grpo, [compute("rollout", utilization=0.9)], cluster=Cluster.named("cpu"))
+    done = run(grpo, {**MODELS, "policy": replace(MODEL, sampler="vllm")}, plan=plan, out=str(tmp_path))
+    assert done.hosts["policy"].spec.sampler_options == {}
+    (left,) = RunDir.open(done.path).info["plan"]["not_applied"]
+    assert left == "rollout: utilization=0.9 (on a CPU the vLLM sampler takes what its cache needs)"
 
 
 def test_numerics_that_no_engine_has_are_refused():
