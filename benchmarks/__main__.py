@@ -9,6 +9,7 @@ import sys
 BENCHMARKS = {
     "lines": "how long the flows of examples/ are",
     "graph": "import, building and checking a flow, a step without a model",
+    "planner": "finding a plan: 3 roles on 8 devices, 5 roles on 64 and 512, and why nothing fits",
     "operators": "advantages over 8,192 groups and over 8 million tokens",
     "overhead": "a step of a flow against the same step written by hand",
     "shared_prompt": "an update that runs each prompt once, against whole rows",

@@ -208,6 +208,10 @@ class Found:
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
         names = ", ".join(option.role for option in other.combinations[index].options)
         line = f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); "
+        for placed in self.problem.roles:
+            mine, theirs = (dict(one.option(placed.name).settings).get("offload", "none") for one in (best, other))
+            if mine != theirs:
+                line += f"'{placed.name}' offload {mine} -> {theirs}; "
         work = work_of(self.problem.roles)
         at = max(range(len(work)), key=lambda one: other.work_s[one] - best.work_s[one])
         if other.work_s[at] > best.work_s[at]:
