@@ -110,8 +110,10 @@ def dataflow(scene: Scene, graph: Flow | Graph | None = None) -> Dataflow:
     reasons = {note.node: note.text for note in notes}
     points = tuple(_point(scene, node, kept, reasons) for node in whole)
     moved = _moves(scene)
-    edges = (*_edges(scene.plan, whole, kept, moved), *_back(scene, kept))
-    return Dataflow(points, edges, has_graph=True)
+    edges = tuple(_edges(scene.plan, whole, kept, moved))
+    shown = {bar.index for edge in edges for bar in edge.moves}
+    past = tuple(_past(kept, moved, shown))
+    return Dataflow(points, (*edges, *past, *_back(scene, kept)), has_graph=True)
 
 
 # ------------------------------------------------------------------------------------------------------- with a graph
@@ -151,6 +153,18 @@ def _edges(plan: Plan, whole: Graph, kept: Graph, moved: dict[tuple[str, str], t
         else:
             sized = replace(edge, carried_bytes=_carried(scope, edge, rows, plan.workload))
             yield _with_moves(sized, moved.get((source, target), ()))
+
+
+def _past(kept: Graph, moved: dict[tuple[str, str], tuple[Bar, ...]], shown: set[int]) -> Iterator[Flows]:
+    """Rows that move past the nodes between their maker and their reader: no edge of the graph has these moves."""
+    tables = [node.name for node in kept.inputs if node["kind"] == "rows"]
+    for (source, target), bars in moved.items():
+        new = tuple(bar for bar in bars if bar.index not in shown)
+        start = source or (tables[0] if tables else "")
+        if new and start in kept and target in kept and start != target:
+            shown |= {bar.index for bar in new}
+            columns = tuple(dict.fromkeys(name for bar in new for name in bar.step.reads))
+            yield _with_moves(Flows(start, target, DATA, columns=columns), new)
 
 
 def _carried(scope: Inference, edge: Flows, rows: dict[str, float], workload: Workload | None) -> int:
@@ -242,11 +256,16 @@ def _reached(scene: Scene) -> Iterator[tuple[Bar, Bar, tuple[Bar, ...]]]:
 
 
 def _moves(scene: Scene) -> dict[tuple[str, str], tuple[Bar, ...]]:
-    """Moves of rows between the computations of two nodes of the graph."""
+    """Moves of rows between the computations of two nodes of the graph; "" for what moves rows of the data set."""
     found: dict[tuple[str, str], dict[int, Bar]] = {}
     for source, target, moves in _reached(scene):
         edge = found.setdefault((source.step.node.partition(".")[0], target.step.node.partition(".")[0]), {})
         edge |= {bar.index: bar for bar in moves if bar.step.kind is StepKind.TRANSFER}
+    for bar in scene.bars:
+        if not _is_move(bar.step):
+            first = [one for one in scene.bars if one.step.name in bar.step.after and not one.step.after]
+            edge = found.setdefault(("", bar.step.node.partition(".")[0]), {})
+            edge |= {one.index: one for one in first if one.step.kind is StepKind.TRANSFER}
     return {edge: tuple(bars.values()) for edge, bars in found.items()}
 
 

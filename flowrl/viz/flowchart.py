@@ -12,7 +12,7 @@ from flowrl.viz.layered import Places, place
 from flowrl.viz.svg import Markup, fitted, join, number, picture, rect, tag, text, width_of
 
 BOX, PITCH = 52.0, 114.0
-LEAST, MOST = 118.0, 210.0
+LEAST, MOST = 118.0, 240.0
 """Width of a column in pixels."""
 TOP = 62.0
 SIDE = 14.0
@@ -28,12 +28,13 @@ class _Frame:
 
     places: Places
     column: float
+    width: float
     labels: list[tuple[float, float, float, float]]
     said: set[tuple[str, tuple[int, ...]]]
     """Ends of edges and moves that have a label: a move to several nodes is named once."""
 
     def x(self, row: float) -> float:
-        return SIDE + (row + 0.5) * self.column
+        return SIDE + row * self.column
 
     def y(self, layer: int) -> float:
         return TOP + layer * PITCH
@@ -51,12 +52,13 @@ def flowchart(flow: Dataflow) -> Markup:
     places = place(names, forward, bands)
     backs = [edge for edge in flow.edges if edge.is_back]
     room = WIDTH - 2 * SIDE - LANE * (len(backs) + 1)
-    frame = _Frame(places, min(MOST, max(LEAST, room / max(1, places.num_rows))), [], set())
-    width = SIDE * 2 + frame.column * places.num_rows + LANE * (len(backs) + 1)
+    column = min(MOST, max(LEAST, room / max(1.0, places.width)))
+    width = max(WIDTH, SIDE * 2 + column * places.width + LANE * (len(backs) + 1))
+    frame = _Frame(places, column, width, [], set())
     height = TOP + places.num_layers * PITCH - (PITCH - BOX) + 34
     lines, labels = [], []
     for index, edge in enumerate(flow.edges):
-        points = _back(frame, edge, backs.index(edge), width) if edge.is_back else _forth(frame, edge)
+        points = _back(frame, edge, backs.index(edge)) if edge.is_back else _forth(frame, edge)
         lines.append(_line(edge, points, index))
         label = _label(frame, edge, points, index)
         if label is not None:
@@ -64,7 +66,7 @@ def flowchart(flow: Dataflow) -> Markup:
     boxes = [_box(frame, point) for point in flow.points]
     described = f"{len(flow.points)} nodes and {len(flow.edges)} edges; the table below has the same"
     return picture(
-        "flow", max(width, WIDTH), height, "Dataflow of the plan (predicted bytes and seconds)", described,
+        "flow", width, height, "Dataflow of the plan (predicted bytes and seconds)", described,
         tag("defs", *(_arrow(kind) for kind in (DATA, WEIGHTS, CONTROL))), *_bands(frame, height), *lines, *boxes, *labels,
     )  # fmt: skip
 
@@ -144,10 +146,10 @@ def _forth(frame: _Frame, edge: Flows) -> list[tuple[float, float]]:
     return [*points, (frame.x(end_row), frame.y(last) - 5)]
 
 
-def _back(frame: _Frame, edge: Flows, index: int, width: float) -> list[tuple[float, float]]:
+def _back(frame: _Frame, edge: Flows, index: int) -> list[tuple[float, float]]:
     """Around the right side, where no node stands."""
     (layer, row), (last, end_row) = frame.places.nodes[edge.source], frame.places.nodes[edge.target]
-    x = width - SIDE - LANE * (index + 0.5)
+    x = SIDE + frame.column * frame.places.width + LANE * (index + 0.5)
     y, end_y = frame.y(layer) + BOX + 14 + 5 * index, frame.y(last) - 16 - 5 * index
     start_x, end_x = frame.x(row) + frame.box / 4, frame.x(end_row) + frame.box / 4
     return [
@@ -199,10 +201,12 @@ def _label(frame: _Frame, edge: Flows, points: list[tuple[float, float]], index:
     if not words or edge.is_pruned or ends & frame.said:
         return None
     frame.said |= ends
-    words = fitted(words, LONGEST, size=10.5)
-    wide = width_of(words, size=10.5) + 10
-    for x, y in _spots(edge, points, wide):
-        x = max(x, SIDE + wide / 2)
+    words = fitted(words, LONGEST, size=11)
+    wide = width_of(words, size=11) + 12
+    spots = list(_spots(edge, points))
+    beside = wide / 2 + 8
+    for x, y in [*spots, *((x - beside, y) for x, y in spots), *((x + beside, y) for x, y in spots)]:
+        x = min(max(x, SIDE + wide / 2), frame.width - 4 - wide / 2)
         box = (x - wide / 2, y - 8, x + wide / 2, y + 8)
         if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in frame.labels):
             frame.labels.append(box)
@@ -216,7 +220,7 @@ def _label(frame: _Frame, edge: Flows, points: list[tuple[float, float]], index:
     return None
 
 
-def _spots(edge: Flows, points: list[tuple[float, float]], wide: float) -> Iterator[tuple[float, float]]:
+def _spots(edge: Flows, points: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     if edge.is_back:
         (x, y), (end_x, _) = points[1], points[2]
         for part in (0.5, 0.7, 0.3):
@@ -238,8 +242,7 @@ def tip_of(edge: Flows) -> str:
     if edge.num_bytes:
         lines.append(f"moves {units.size(edge.num_bytes)} in {units.seconds(edge.seconds)} (predicted)")
     if edge.carried_bytes:
-        stays = "" if edge.moves else ", which stay on their hosts"
-        lines.append(f"{units.size(edge.carried_bytes)} of rows{stays} (predicted)")
+        lines.append(f"{units.size(edge.carried_bytes)} of rows (predicted)")
     if edge.columns:
         lines.append(f"carries {', '.join(edge.columns)}")
     if edge.pruned:

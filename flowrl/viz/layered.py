@@ -5,8 +5,8 @@
 2. An edge over several layers gets a dummy node in each layer between.
 3. Order in a layer: sweeps forth and back sort each layer by the barycentre of its neighbours; the order with the fewest
    crossings is kept. Nodes of the same band stay together, in the order of bands.
-4. Every band is as high as its fullest layer; nodes of a layer are spread over their band's rows, as near to the middle of
-   their neighbours as their order allows.
+4. Every band is as wide as its fullest layer; nodes of a layer stand as near to the middle of their neighbours as their order
+   and their band allow.
 
 Deterministic: ties go by the order in which nodes are given.
 """
@@ -18,20 +18,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 SWEEPS = 12
+SLIM = 0.3
+"""Room that an edge takes where it passes a layer, in widths of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where nodes and the bends of edges stand, in layers and rows."""
+    """Where nodes and the bends of edges stand."""
 
     nodes: dict[str, tuple[int, float]]
-    """Layer and row."""
+    """Layer, and the centre inside it, in widths of a node."""
     bends: dict[tuple[str, str], tuple[tuple[int, float], ...]]
     """For each edge, where it passes the layers between its ends."""
     num_layers: int
-    num_rows: int
-    bands: tuple[tuple[str, int, int], ...]
-    """Name, first row and number of rows of each band, from above."""
+    width: float
+    """Of the fullest layer, in widths of a node."""
+    bands: tuple[tuple[str, float, float], ...]
+    """Name, beginning and width of each band."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,9 @@ class _Net:
     before: dict[str, list[str]] = field(default_factory=dict)
     behind: dict[str, list[str]] = field(default_factory=dict)
     chains: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def size(self, name: str) -> float:
+        return SLIM if name.startswith("\0") else 1.0
 
 
 def place(nodes: Sequence[str], edges: Sequence[tuple[str, str]], bands: Mapping[str, str] | None = None) -> Places:
@@ -55,16 +61,16 @@ def place(nodes: Sequence[str], edges: Sequence[tuple[str, str]], bands: Mapping
     names = list(dict.fromkeys(given.values()))
     net = _net(nodes, list(dict.fromkeys(edges)), {name: names.index(band) for name, band in given.items()})
     _order(net)
-    first_rows, heights = _bands(net, len(names))
-    rows = _rows(net, first_rows, heights)
+    firsts, widths = _bands(net, len(names))
+    centres = _centres(net, firsts, widths)
     layer_of = {name: index for index, layer in enumerate(net.layers) for name in layer}
-    at = {name: (layer_of[name], rows[name]) for name in layer_of}
+    at = {name: (layer_of[name], centres[name]) for name in layer_of}
     return Places(
         {name: at[name] for name in nodes},
         {edge: tuple(at[dummy] for dummy in chain) for edge, chain in net.chains.items()},
         len(net.layers),
-        sum(heights),
-        tuple((name, first_rows[index], heights[index]) for index, name in enumerate(names)),
+        sum(widths),
+        tuple((name, firsts[index], widths[index]) for index, name in enumerate(names)),
     )
 
 
@@ -110,7 +116,7 @@ def _net(nodes: Sequence[str], edges: Sequence[tuple[str, str]], band: dict[str,
         for layer in range(layer_of[source] + 1, layer_of[target]):
             dummy = f"\0{number}\0{layer}"  # no name of a node begins so: they are printed
             net.layers[layer].append(dummy)
-            net.band[dummy] = band[source] if layer * 2 < layer_of[source] + layer_of[target] else band[target]
+            net.band[dummy] = band[target]
             net.before[dummy], net.behind[dummy] = [], []
             _connect(net, last, dummy)
             chain.append(dummy)
@@ -161,41 +167,51 @@ def crossings(layers: Sequence[Sequence[str]], behind: Mapping[str, Sequence[str
     return total
 
 
-def _bands(net: _Net, count: int) -> tuple[list[int], list[int]]:
-    """First row and height of each band."""
-    heights = [
-        max((sum(net.band[name] == band for name in layer) for layer in net.layers), default=0) for band in range(count)
+def _bands(net: _Net, count: int) -> tuple[list[float], list[float]]:
+    """Where each band begins, and how wide it is: as its fullest layer."""
+    widths = [
+        max((sum(net.size(name) for name in layer if net.band[name] == band) for layer in net.layers), default=0.0)
+        for band in range(count)
     ]
-    return [sum(heights[:band]) for band in range(count)], heights
+    return [sum(widths[:band]) for band in range(count)], widths
 
 
-def _rows(net: _Net, first_rows: Sequence[int], heights: Sequence[int]) -> dict[str, float]:
-    """A row for each node: in its order, inside its band, near its neighbours."""
-    rows: dict[str, float] = {}
-    for layer in net.layers:
-        for band in dict.fromkeys(net.band[name] for name in layer):
-            mine = [name for name in layer if net.band[name] == band]
-            start = first_rows[band] + (heights[band] - len(mine)) / 2
-            rows |= {name: start + place for place, name in enumerate(mine)}
+def _centres(net: _Net, firsts: Sequence[float], widths: Sequence[float]) -> dict[str, float]:
+    """A place for each node: in its order, inside its band, near its neighbours."""
+    centres: dict[str, float] = {}
+    parts = [
+        (index, band, [name for name in layer if net.band[name] == band])
+        for index, layer in enumerate(net.layers)
+        for band in dict.fromkeys(net.band[name] for name in layer)
+    ]
+    for _, band, mine in parts:
+        at = firsts[band] + (widths[band] - sum(map(net.size, mine))) / 2
+        for name in mine:
+            centres[name] = at + net.size(name) / 2
+            at += net.size(name)
     for sweep in range(4):
         forth = sweep % 2 == 0
-        for layer in net.layers if forth else net.layers[::-1]:
-            for band in dict.fromkeys(net.band[name] for name in layer):
-                mine = [name for name in layer if net.band[name] == band]
-                _settle(mine, rows, net.before if forth else net.behind, first_rows[band], heights[band])
-    return rows
+        for _, band, mine in sorted(parts, key=lambda part: part[0] if forth else -part[0]):
+            _settle(net, mine, centres, net.before if forth else net.behind, firsts[band], firsts[band] + widths[band])
+    return centres
 
 
 def _settle(
-    mine: Sequence[str], rows: dict[str, float], neighbours: Mapping[str, Sequence[str]], first: int, height: int
+    net: _Net,
+    mine: Sequence[str],
+    centres: dict[str, float],
+    neighbours: Mapping[str, Sequence[str]],
+    first: float,
+    last: float,
 ) -> None:
-    """Move the nodes of a layer towards the mean of their neighbours, one row apart at least, without leaving the band."""
+    """Move the nodes of a layer towards the mean of their neighbours, without overlapping and without leaving the band."""
+    sizes = [net.size(name) for name in mine]
     wanted = [
-        sum(rows[one] for one in neighbours[name]) / len(neighbours[name]) if neighbours[name] else rows[name]
+        sum(centres[one] for one in neighbours[name]) / len(neighbours[name]) if neighbours[name] else centres[name]
         for name in mine
     ]
-    low = float(first)
+    low = first
     for place, name in enumerate(mine):
-        high = first + height - (len(mine) - place)
-        rows[name] = min(max(wanted[place], low), float(high))
-        low = rows[name] + 1
+        high = last - sum(sizes[place:]) + sizes[place] / 2
+        centres[name] = min(max(wanted[place], low + sizes[place] / 2), high)
+        low = centres[name] + sizes[place] / 2

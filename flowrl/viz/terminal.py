@@ -17,6 +17,8 @@ from flowrl.viz.svg import clean
 
 LEAST = 60
 NAME = 16
+TOO_SHORT = 1e-3
+"""Part of the iteration: an idle time up to it is not listed."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 SHADES = "█▓▒░▚▞▤▥▦▧▨"
 """One for each category of memory."""
@@ -57,7 +59,8 @@ def _timeline(drawn: Scene, wide: int) -> Iterator[str]:
         took = units.seconds(bar.end_s - bar.start_s)
         yield _cut(f"  {_letter(bar.index)}{critical} {clean(bar.step.name):<28} {bar.step.kind!s:<9} {took:>10}", wide)
     for group in drawn.groups:
-        for gap in (gap for track in group.tracks for gap in track.gaps):
+        gaps = [gap for track in group.tracks for gap in track.gaps]
+        for gap in (gap for gap in gaps if gap.end_s - gap.start_s > TOO_SHORT * drawn.makespan_s):
             yield _cut(f"  idle {units.seconds(gap.end_s - gap.start_s):>9} {group.name}: {gap.reason}", wide)
     yield _cut("  * on the critical path; dots are idle; | is a step too short for a letter", wide)
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 
-from flowrl.cost.text import size_text as size, time_text as seconds
+from flowrl.cost.text import size_text as size, time_text
 
 __all__ = ["GIB", "count", "percent", "ranges", "seconds", "size", "step_of", "ticks"]
 
 GIB = 2**30
 
 
+def seconds(value: float) -> str:
+    """As everywhere else; what is too short for that, such as 12 µs, is not shown as nothing."""
+    return f"{value * 1e6:.0f} µs" if 0 < abs(value) < 1e-4 else time_text(value)
+
+
 def percent(part: float, *, signed: bool = False) -> str:
     """As "31 %", "+4.2 %"."""
     shown = part * 100
+    if 0 < shown < 0.05 and not signed:
+        return "< 0.1 %"
     digits = 0 if abs(shown) >= 10 or shown == 0 else 1
     return f"{shown:+.{digits}f} %" if signed else f"{shown:.{digits}f} %"
 

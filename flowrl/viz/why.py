@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from flowrl.planner.steps import Plan
@@ -11,6 +12,8 @@ from flowrl.viz.svg import Markup, fitted, join, line, picture, tag, text, width
 
 WIDTH, HEIGHT = 1120.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 18.0, 44.0
+
+_FIGURES = re.compile(r"^[\d.,]+ m?s \([^)]*\); (?=.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,18 @@ def table(plan: Plan) -> Markup:
                 tag("td", "" if one is found[0] else units.percent(delta, signed=True), class_="num"),
                 tag("td", units.size(one.device_bytes), class_="num"),
                 tag("td", units.size(one.host_bytes), class_="num"),
-                tag("td", one.why or ("this plan" if one is found[0] else ""), class_="wrap"),
+                tag("td", _reason(one) or ("this plan" if one is found[0] else ""), class_="wrap"),
                 class_="chosen" if one is found[0] else None,
             )
         )
     return tag(
         "table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", join(*rows))
     )
+
+
+def _reason(one: Rival) -> str:
+    """Why it lost, without the placement and the seconds, which have columns of their own."""
+    return _FIGURES.sub("", one.why.removeprefix(f"{one.placement}: "))
 
 
 def pareto(plan: Plan) -> Markup | None:

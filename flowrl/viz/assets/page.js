@@ -31,6 +31,7 @@
   const showTip = (mark, x, y) => {
     tip.textContent = words.get(mark);
     tip.hidden = false;
+    tip.style.left = "8px"; // else the place where it was makes it narrow
     const box = tip.getBoundingClientRect();
     tip.style.left = Math.max(8, Math.min(x + 14, innerWidth - box.width - 8)) + "px";
     tip.style.top = (y + 18 + box.height > innerHeight ? Math.max(8, y - box.height - 12) : y + 18) + "px";

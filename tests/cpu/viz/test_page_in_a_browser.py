@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen
+from tests.cpu.viz import chromium
 from tests.null.viz.cases import HOSTILE, hostile, large
 
-
-def _beside(name: str) -> ModuleType:
-    """A module of this folder; tests are imported by path."""
-    spec = importlib.util.spec_from_file_location(f"viz_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-chromium = _beside("chromium")
 SECTIONS = ("timeline", "devices", "memory", "dataflow", "why", "measured", "versions", "steps")
 
 

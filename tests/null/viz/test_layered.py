@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from flowrl.viz.layered import crossings, layers_of, place
+from flowrl.viz.layered import SLIM, crossings, layers_of, place
 
 DIAMOND = ["a", "b", "c", "d"], [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("a", "d")]
 
@@ -30,14 +30,16 @@ def test_edges_go_down_and_nodes_of_a_layer_stand_apart(
     for source, target in edges:
         chain = [found.nodes[source], *found.bends[source, target], found.nodes[target]]
         assert all(after[0] == before[0] + 1 for before, after in pairwise(chain)), "an edge skips a layer"
-    everything = [*found.nodes.values(), *(bend for chain in found.bends.values() for bend in chain)]
+    everything = [(*at, 1.0) for at in found.nodes.values()]
+    everything += [(*bend, SLIM) for chain in found.bends.values() for bend in chain]
     for layer in range(found.num_layers):
-        rows = sorted(row for at, row in everything if at == layer)
-        assert all(b - a >= 1 - 1e-9 for a, b in pairwise(rows)), "two things stand in each other"
-    spans = {name: (first, first + rows) for name, first, rows in found.bands}
+        stand = sorted((centre, size) for at, centre, size in everything if at == layer)
+        apart = [(b - a) - (size + other) / 2 for (a, size), (b, other) in pairwise(stand)]
+        assert min(apart, default=0.0) >= -1e-9, "two things stand in each other"
+    spans = {name: (first, first + width) for name, first, width in found.bands}
     for name in names:
         first, last = spans[bands[name]]
-        assert first - 1e-9 <= found.nodes[name][1] <= last - 1 + 1e-9, "a node stands outside of its band"
+        assert first + 0.5 - 1e-9 <= found.nodes[name][1] <= last - 0.5 + 1e-9, "a node stands outside of its band"
     assert found == place(names, edges, bands)
 
 
@@ -63,4 +65,4 @@ def test_what_is_no_drawing_is_refused() -> None:
 
 def test_nothing_and_one_node() -> None:
     assert place([], []).num_layers == 0
-    assert place(["a"], []).nodes == {"a": (0, 0.0)}
+    assert place(["a"], []).nodes == {"a": (0, 0.5)}
