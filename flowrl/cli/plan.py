@@ -118,7 +118,6 @@ def _asked(args: argparse.Namespace) -> tuple[Problem, Graph]:
         placement=None if args.placement is None else _placement(args.placement),
     )
     problem = _with_lora(problem, args.lora)
-    check_layouts(problem)
     return (problem if args.tie is None else replace(problem, tie=args.tie)), graph
 
 
@@ -256,7 +255,11 @@ def _report(made: Plan, found: Found) -> str:
 
 def _verdict(made: Plan, figures: Summary) -> str:
     cluster = made.cluster
-    kind = f"async, rows up to {made.max_staleness} versions old" if made.max_staleness else "sync"
+    kind = (
+        f"async, rows up to {made.max_staleness} version{'s' * (made.max_staleness > 1)} old"
+        if made.max_staleness
+        else "sync"
+    )
     return (
         f"fits: predicted {time_text(figures.seconds)} per step on {cluster.num_devices}x{cluster.device.name}, {kind}"
     )

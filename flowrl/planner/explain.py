@@ -13,6 +13,7 @@ from flowrl.graph.nodes import Graph
 from flowrl.mesh import Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.figures import (
+    SHOWN,
     Chosen,
     Summary,
     alternative_lines,
@@ -30,10 +31,8 @@ from flowrl.planner.roles import Role
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
 
-SHOWN = 3
-"""Others that a reason tells the price of."""
-EQUAL = 1e-9
-"""Seconds that differ by no more than this part are the same."""
+OTHERS = 3
+"""That a reason tells the price of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Reason:
         unfit = [one.what for one in self.others if one.seconds is None]
         shown = [f"{self.choice} {self.chosen}"]
         if fitting:
-            shown.append(f"next best {'; '.join(map(self._cost, fitting[:SHOWN]))}")
+            shown.append(f"next best {'; '.join(map(self._cost, fitting[:OTHERS]))}")
         elif not unfit:
             shown.append("there is no other")
         if unfit:
@@ -81,7 +80,7 @@ class Reason:
     def _cost(self, other: Other) -> str:
         assert other.seconds is not None
         more = other.seconds - self.seconds
-        if abs(more) <= EQUAL * self.seconds:
+        if abs(more) <= SHOWN * self.seconds:
             sizes = f"{size_text(other.device_bytes)} per device, {size_text(other.host_bytes)} per host"
             return f"{other.what}, as fast ({sizes})"
         said = f"{other.what}, {'+' if more >= 0 else '-'}{time_text(abs(more))} ({change_text(other.seconds, self.seconds)})"
@@ -126,7 +125,7 @@ def _relief(other: Other, seconds: float) -> str:
     if other.seconds is None:
         return f"with {other.what}: nothing fits"
     less = seconds - other.seconds
-    if less <= 1e-6 * seconds:
+    if less <= SHOWN * seconds:
         return f"with {other.what}: no faster"
     return (
         f"with {other.what}: {time_text(other.seconds)}, {time_text(less)} less ({change_text(other.seconds, seconds)})"

@@ -13,6 +13,8 @@ from flowrl.planner.simulate import memory
 from flowrl.planner.steps import Plan, Setting, Step
 from flowrl.planner.tasks import Hold, Lane
 
+SHOWN = 5e-4
+"""A difference in seconds below this part is none in a text that has percents with one digit."""
 PARTS = 5
 """Of what a step holds, those that a table names."""
 
@@ -264,15 +266,13 @@ def alternative_lines(plan: Plan) -> list[str]:
 
 def tie_line(plan: Plan) -> str:
     """What another plan is predicted to gain, where that is too little to choose it; else empty."""
-    searched = plan.searched
-    faster = [] if searched is None else [one for one in searched.alternatives if one.seconds < plan.predicted.seconds]
+    searched, seconds = plan.searched, plan.predicted.seconds
+    faster = [] if searched is None else [one for one in searched.alternatives if one.seconds < seconds * (1 - SHOWN)]
     if searched is None or not faster:
         return ""
     best = min(faster, key=lambda one: one.seconds)
-    why = f"; {searched.why_simpler}" if searched.why_simpler else ""
-    return (
-        f"{best.placement} is predicted to take {time_text(best.seconds)}; plans within {searched.tie:.1%} count as equal, and "
-        f"the simplest is taken{why}"
+    return searched.why_simpler.removeprefix("a tie: ") or (
+        f"{best.placement} is predicted to take {time_text(best.seconds)}; plans within {searched.tie:.1%} count as equal"
     )
 
 
