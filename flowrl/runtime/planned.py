@@ -9,7 +9,7 @@ A plan is executed as it is or refused; where there is less to do than it says (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from flowrl.graph.drift import Drift, code_in
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.written import written_by
 from flowrl.model import Model
+from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
 from flowrl.runtime.applied import Applied, apply_settings
@@ -41,6 +42,8 @@ class Bound:
     applied: Applied
     drift: tuple[Drift, ...]
     """Operators whose code has changed since the plan was made."""
+    others: tuple[str, ...] = ()
+    """Models that are not those of the plan, in words."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -51,7 +54,7 @@ class Bound:
     def notes(self) -> tuple[str, ...]:
         stale = self.plan.max_staleness
         late = f"plan: allows a staleness of {stale}; one process is always synchronous, so it is 0"
-        return (*self.program.notes, *self.applied.notes, *((late,) if stale else ()))
+        return (*self.program.notes, *self.others, *self.applied.notes, *((late,) if stale else ()))
 
     def check_hosts(self, hosts: Mapping[str, Host]) -> None:
         """Errors: ConfigError where the plan keeps state off a device that the engine would leave on it; all hosts are closed."""
@@ -72,7 +75,8 @@ def bind(plan: Plan, graph: Graph, models: Mapping[str, Model], *, allow_drift: 
         raise ConfigError(f"plan is an fr.Plan (fr.plan(...), fr.Plan.load(path)); found {type(plan).__name__}")
     device = _only_device(plan)
     drift = _drift(plan, graph, allowed=allow_drift)
-    return Bound(plan, program_of(plan, graph, device), apply_settings(plan, graph, models), drift)
+    program, applied = program_of(plan, graph, device), apply_settings(plan, graph, models)
+    return Bound(plan, program, applied, drift, tuple(_other_models(plan, models)))
 
 
 def _only_device(plan: Plan) -> int:
@@ -128,6 +132,18 @@ def _difference(plan: Plan, graph: Graph, then: Mapping[str, str], now: Mapping[
         "; ".join(parts)
         or "nodes and operators have the same names, so a number or an input of the flow is another one"
     )
+
+
+def _other_models(plan: Plan, models: Mapping[str, Model]) -> Iterator[str]:
+    """A line for each model that has another shape than the plan was made for: it runs, and its predictions are of that one."""
+    for name, planned in plan.models:
+        try:
+            found = shape_of(models[name], name)
+        except (ConfigError, KeyError):  # built by a function, a table of the null engine: nothing tells its shape
+            continue
+        if found != planned:
+            sizes = f"{planned.params():,} parameters, and this one {found.params():,}"
+            yield f"plan: was made for another '{name}', with {sizes}; what it predicts is of that one"
 
 
 def kept_on_device(plan: Plan, devices: Iterable[str]) -> str:

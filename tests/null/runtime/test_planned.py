@@ -13,6 +13,7 @@ import flowrl as fr
 from examples.flows.dapo import dapo
 from examples.flows.grpo import grpo, grpo_moving_ref
 from examples.flows.ppo import ppo, ppo_warm
+from flowrl.cost.shapes import ModelShape
 from flowrl.engines.null import NullHost
 from flowrl.errors import ConfigError, RunError, TraceError
 from flowrl.mesh import Cluster, Layout, Mesh
@@ -393,6 +394,19 @@ def test_a_plan_is_a_plan():
         run(grpo, MODELS, plan=plan_of(grpo, ["rolout"]))
     with pytest.raises(RunError, match="had no plan to compare with"):
         run(grpo, MODELS).compare()
+
+
+def test_another_model_than_the_plans_is_said():
+    workload = fr.Workload(4, fr.Lengths.fixed(6), fr.Lengths.fixed(12))
+    plan = fr.plan(grpo, models={"policy": SHAPE, "ref": SHAPE}, cluster="cpu", workload=workload)
+    wide = {**SHAPE, "hidden_size": 128}
+    notes = run(grpo, {"prompts": PROMPTS, "policy": fr.Model(SHAPE), "ref": fr.Model(wide)}, plan=plan).notes
+    (note,) = (note for note in notes if "another" in note)
+    then, now = (ModelShape.from_config(config).params() for config in (SHAPE, wide))
+    assert note.startswith(f"plan: was made for another 'ref', with {then:,} parameters, and this one {now:,};")
+    assert not any(
+        "another" in note for note in run(grpo, MODELS, plan=plan).notes
+    )  # nothing tells the shape of a table
 
 
 def test_staleness_is_zero_in_one_process():
