@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,8 +94,11 @@ def test_frozen_matrices_save_a_third_and_attention_nothing() -> None:
     assert counter.get_total_flops() == expected - 2 * 2 * norms * ROWS * LENGTH
 
 
-def kept_bytes(config: Any, tokens: int) -> float:
-    """Bytes of different tensors that autograd keeps of one bf16 layer, without its weights, per token."""
+def kept_bytes(config: Any, tokens: int, change: Callable[[Any], None] | None = None) -> float:
+    """Bytes of different tensors that autograd keeps of one bf16 layer, without its weights, per token.
+
+    `change` is done to the model before, in place.
+    """
     config._attn_implementation = "sdpa"
     sizes: dict[int, int] = {}
     kept: list[Any] = []
@@ -106,6 +110,8 @@ def kept_bytes(config: Any, tokens: int) -> float:
         return tensor
 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model
+    if change is not None:
+        change(model)
     hidden = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(tokens)[None]
     rotary = model.rotary_emb(hidden, positions)
