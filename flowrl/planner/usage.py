@@ -98,7 +98,8 @@ def memory(
 ) -> Memory:
     """Bytes over time: the holds of the tasks, and residents that are there from beginning to end.
 
-    What ends at a moment is gone when what begins there is taken. A hold of no length counts at its moment.
+    What ends at a moment is gone when what begins there is taken. A hold of no length counts at its moment, unless it begins
+    when a task ends: then there is nothing to bridge.
 
     Raises `ConfigError` for a hold that names no task of the schedule, has no devices, or ends before it begins.
     """
@@ -110,6 +111,10 @@ def memory(
         if not devices:
             raise ConfigError(f"hold '{hold.what}' has no devices; give it some")
         start_s, end_s = _times(hold, owner, found)
+        if start_s == end_s and hold.from_edge is Edge.END:
+            hold = replace(
+                hold, device_bytes=0, host_bytes=0
+            )  # a wait between two tasks that follow each other at once
         on_devices.append((devices, _Interval(hold.what, int(hold.device_bytes), start_s, end_s)))
         if hold.host_bytes:
             nodes = [node_of(device, devices_per_node) for device in devices]

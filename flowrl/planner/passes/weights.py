@@ -144,16 +144,23 @@ def _assigned(draft: Draft) -> Draft:
         last = [slots[-1].name for one in (mesh, origin) if (slots := draft.slots(one))]
         step = Step(node.name, node.name, StepKind.RESHARD, mesh, (), Predicted(0.0), tuple(dict.fromkeys(last)), origin,
                     taking.layout, (target.model,), (("role", target.name), ("from", source.name)))  # fmt: skip
-        step = _moved(draft.problem, step, replace(found, layout=taking.layout, seconds=found.seconds / every))
-        parked = []
-        for one in draft.parked:
-            uses, writers = one.uses, one.writers
-            if one.state.name == "parameters" and one.state.role in (source.name, target.name):
-                uses = (*uses, step.name)
-                writers = (*writers, step.name) if one.state.role == target.name else writers
-            parked.append(replace(one, uses=uses, writers=writers))
-        draft = replace(draft.with_steps([step]), parked=tuple(parked))
+        lanes, seconds = _through_hosts(draft, source.name, target.name)
+        found = replace(found, layout=taking.layout, seconds=(found.seconds + seconds) / every)
+        step = _moved(draft.problem, step, found)
+        draft = draft.with_steps([replace(step, lanes=(*step.lanes, *lanes))])
     return draft
+
+
+def _through_hosts(draft: Draft, source: str, target: str) -> tuple[tuple[Lane, ...], float]:
+    """Lanes and seconds of an assignment between models of which one is parked: it goes bucket by bucket from or to the copy on
+    the hosts, so that neither model has to come in as a whole."""
+    lanes: list[Lane] = []
+    seconds = 0.0
+    for one in draft.parked:
+        if one.state.name == "parameters" and one.state.role in (source, target):
+            lanes.append(Lane.H2D if one.state.role == source else Lane.D2H)
+            seconds += one.state.moved_bytes / draft.problem.cluster.host_link.bytes_s
+    return tuple(lanes), seconds
 
 
 def _role(draft: Draft, name: str) -> Role | None:

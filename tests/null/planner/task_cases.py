@@ -72,7 +72,7 @@ def held(holds: Sequence[tuple[Task | None, Hold]], found: Schedule, device: int
         begin = 0.0 if not first else (found.starts if hold.from_edge is Edge.START else found.ends)[first]
         end = found.makespan_s if not last else (found.starts if hold.until_edge is Edge.START else found.ends)[last]
         if device in (hold.devices or (task.devices if task else ())) and (
-            begin <= moment < end or begin == moment == end
+            begin <= moment < end or (begin == moment == end and hold.from_edge is Edge.START)
         ):
             total += int(hold.device_bytes)
     return total

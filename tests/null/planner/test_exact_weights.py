@@ -96,3 +96,20 @@ def test_a_reference_that_follows_the_policy():
     whole = exact(QWEN_7B, NODE, Mesh(0, 8), Layout.parse("f8"), Mesh(0, 8), Layout.parse("f8"), False)
     assert whole is not None
     assert step.predicted.seconds == pytest.approx(whole.seconds / 200)
+
+
+def test_a_parked_reference_gets_its_weights_on_the_hosts():
+    """Neither model comes in for it: the memory that the search left is enough."""
+    models = {"policy": LLAMA_8B, "ref": LLAMA_8B}
+    small = Cluster.named("2xA100-80G").with_memory(device_bytes=29 * 2**30)
+    problem, graph = problem_of(grpo_moving_ref.graph(), models=models, cluster=small, workload=WORK)
+    found = search(problem)
+    parked = [
+        one
+        for one in (found.best, *found.others)
+        if one is not None and dict(one.option("ref").settings)["offload"] == "park"
+    ]
+    assert parked
+    for one in parked:
+        step = next(step for step in plan_of(problem, one, graph).steps if step.name == "assign")
+        assert Lane.D2H in step.lanes and step.predicted.seconds > 0

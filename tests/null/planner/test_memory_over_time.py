@@ -128,6 +128,21 @@ def test_a_task_of_no_length_still_needs_its_memory() -> None:
     assert (used.peak_bytes, used.peak_s, used.parts) == (10, 1.0, (("b", 7), ("c", 3)))
 
 
+def test_what_waits_between_two_tasks_is_not_there_twice() -> None:
+    """Weights that come in, wait for the engine and are used: where it does not wait, once."""
+    waiting = Hold(
+        "weights", 5, from_task="come", from_edge=Edge.END, until_task="use", until_edge=Edge.START, devices=(0,)
+    )
+    for wait_s, peak in ((0.0, 7), (1.0, 7)):
+        tasks = (
+            compute("come", 1.0, holds=(Hold("weights", 5),)),
+            Task("wait", StepKind.SYNC, (1,), (Lane.COMPUTE,), wait_s, ("come",)),
+            compute("use", 1.0, "come", "wait", holds=(Hold("weights", 5), Hold("cache", 2))),
+        )
+        used = memory(tasks, schedule(tasks), resident=[waiting]).devices[0]
+        assert used.peak_bytes == peak and used.between(1.0, 1.0 + wait_s) == (5 if wait_s else 7)
+
+
 def test_bytes_are_whole_and_rounded_up() -> None:
     assert Hold("a", 1.5, 0.1) == Hold("a", 2, 1)
     with pytest.raises(ConfigError, match="Hold 'a' needs device_bytes of at least 0; found -1"):
