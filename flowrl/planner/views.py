@@ -51,6 +51,17 @@ class Viewed:
         """One page that opens from a file, without a network: times, devices, memory, dataflow, why this plan."""
         return _kept(view("html", self, graph=graph, measured=measured), path)
 
+    def to_svg(
+        self,
+        path: str | Path | None = None,
+        *,
+        picture: str = "timeline",
+        graph: Flow | Graph | None = None,
+        measured: Comparison | Iterable[Any] | None = None,
+    ) -> str:
+        """One picture of the page alone: `timeline`, `devices`, `memory`, `dataflow`, `pareto` or `versions`."""
+        return _kept(view("svg", self, picture=picture, graph=graph, measured=measured), path)
+
     def to_mermaid(self, path: str | Path | None = None, *, graph: Flow | Graph | None = None) -> str:
         """The dataflow as a Mermaid flowchart with a frame for each mesh."""
         return _kept(view("mermaid", self, graph=graph), path)

@@ -1,6 +1,7 @@
 """Pictures of graphs, plans and what was measured of them. Everything here reads data and runs nothing.
 
 html         the page of a plan: verdict, timeline, devices, memory, dataflow, why, measured, versions
+single       one picture as a file of its own
 mermaid, dot  the dataflow of a plan as text for other programs; mermaid also of a graph
 trace_json   a plan's timeline for Perfetto
 terminal     timeline and memory in letters
@@ -16,6 +17,7 @@ from flowrl.planner.views import VIEWS
 VIEWS.update(
     html="flowrl.viz.html:plan_html",
     notebook="flowrl.viz.html:notebook_html",
+    svg="flowrl.viz.single:plan_svg",
     mermaid="flowrl.viz.plan_mermaid:plan_mermaid",
     dot="flowrl.viz.dot:to_dot",
     trace="flowrl.viz.trace_json:trace_json",

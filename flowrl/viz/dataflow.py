@@ -191,17 +191,15 @@ def _typed(scope: Inference, source: str, needed: dict[str, frozenset[str]]) -> 
 
 
 def _back(scene: Scene, kept: Graph) -> Iterator[Flows]:
-    """From what makes the next version of a model to what samples from the model: the weights of the next iteration."""
+    """From weights that the flow returns to what samples from their model: the weights of the next iteration."""
     resharded = [bar for bar in scene.bars if bar.step.kind is StepKind.RESHARD]
-    for node in kept:
-        if not KINDS[node.kind].changes_model or node.name not in kept.outputs:
+    for node in (kept[name] for name in kept.outputs):
+        if not _gives_weights(node) or node.kind == "input":
             continue
         model = _model_of(kept, node)
         for reader in kept:
-            is_sampler = reader.kind in ("rollout", "refill") and reader.name != node.name
-            if is_sampler and any(
-                _model_of(kept, kept[one]) == model for _, one in reader.inputs if _gives_weights(kept[one])
-            ):
+            models = [_model_of(kept, kept[one]) for _, one in reader.inputs if _gives_weights(kept[one])]
+            if reader.kind in ("rollout", "refill") and model in models:
                 moves = tuple(bar for bar in resharded if model in bar.step.reads or _is_of(bar.step.node, node.name))
                 edge = Flows(node.name, reader.name, WEIGHTS, what=f"{model} t → t+1", is_back=True)
                 yield _with_moves(edge, moves)

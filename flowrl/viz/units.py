@@ -13,6 +13,8 @@ GIB = 2**30
 
 def seconds(value: float) -> str:
     """As everywhere else; what is too short for that, such as 12 µs, is not shown as nothing."""
+    if 0 < abs(value) < 1e-6:
+        return "< 1 µs"
     return f"{value * 1e6:.0f} µs" if 0 < abs(value) < 1e-4 else time_text(value)
 
 

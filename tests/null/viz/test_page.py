@@ -21,6 +21,7 @@ from flowrl.planner.views import VIEWS, view
 from flowrl.trace import Event
 from flowrl.viz.html import POLICY, asset, notebook_html, plan_html
 from flowrl.viz.measured import Seen, seen
+from flowrl.viz.single import PICTURES
 from flowrl.viz.svg import clean
 from tests.null.viz.cases import GIB, HOSTILE, compute, hostile as hostile_plan, large, move
 
@@ -305,6 +306,23 @@ def test_too_much_memory_is_said() -> None:
     page = plan_html(Plan.of("full", "ab12", Cluster.named("1xA100-80G"), [full]))
     assert "peak 90.0 GiB of 80.0 GiB (predicted) during update, 10.0 GiB too much" in page
     assert 'class="meter over"' in page and 'class="gauge-over"' in page
+
+
+@pytest.mark.parametrize("picture", sorted(PICTURES))
+def test_a_picture_alone_is_a_document(picture: str) -> None:
+    plan = large(max_staleness=1)
+    text = plan.to_svg(picture=picture)
+    root = ElementTree.fromstring(text)
+    assert root.tag.endswith("svg") and "redicted" in (root.findtext("{http://www.w3.org/2000/svg}title") or "")
+    used = set(re.findall(r"url\(#([\w-]+)\)", text))
+    assert used <= set(re.findall(r'id="([\w-]+)"', text)), "it refers to nothing outside of itself"
+
+
+def test_a_picture_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'timeline'"):
+        large().to_svg(picture="timelin")
+    with pytest.raises(ConfigError, match="nothing to show as 'pareto'"):
+        small().to_svg(picture="pareto")
 
 
 def test_a_plan_without_steps_is_a_page_too() -> None:
