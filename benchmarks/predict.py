@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,9 +33,12 @@ from flowrl.engines.calibrate import calibrate
 from flowrl.engines.calibrate.processes import read, run_processes
 from flowrl.mesh import Cluster, Mesh
 
-SEQUENCE = 2048
-ROWS = {"0.5B": (4, 8), "1.5B": (4, 8), "7B": (2, 4)}
-"""Sequences of a micro-batch on one device."""
+MICRO_BATCHES = {
+    "0.5B": ((4, 2048), (32, 2048)),
+    "1.5B": ((4, 2048), (16, 2048), (1, 16384)),
+    "7B": ((2, 2048), (4, 2048)),
+}
+"""(Sequences, tokens of each) of a micro-batch on one device."""
 TINY = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
@@ -42,15 +46,20 @@ TINY = {
 TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.08
 """What a prediction may miss by, as parts of what is measured."""
 DEADLINE_S = 240.0
+HEADING = """\
+A step is two micro-batches on each device and Adam. forward and backward add up to compute; score is a forward pass without
+gradients over one micro-batch; communication is what a step gathers and reduces, with nothing else going on (in a step it is
+hidden); state is weights, gradients and moments; allocated is the most that tensors take at once; device is the most that is taken
+from the device, with what the allocator holds and the context."""
 
 
 def cases(models: Sequence[str], *, tiny: bool) -> list[Case]:
     if tiny:
         return [Case("tiny", TINY, rows, 64, steps=2) for rows in (2, 4)]
     return [
-        Case(f"Qwen2.5-{name}", known_models()[f"Qwen/Qwen2.5-{name}"], rows, SEQUENCE)
+        Case(f"Qwen2.5-{name}", known_models()[f"Qwen/Qwen2.5-{name}"], rows, sequence)
         for name in models
-        for rows in ROWS[name]
+        for rows, sequence in MICRO_BATCHES[name]
     ]
 
 
@@ -72,6 +81,7 @@ def predicted(case: Case, cluster: Cluster, devices: int) -> dict[str, float]:
     return {
         "forward_s": forward,
         "backward_s": step.compute_s - forward,
+        "compute_s": step.compute_s,
         "optimizer_s": step.optimizer_s,
         "communication_s": step.communication_s,
         "step_s": step.total_s,
@@ -103,21 +113,37 @@ def measured(todo: Sequence[Case], devices: int, *, is_gpu: bool) -> list[dict[s
         }
         first = of_processes[0]
         slowest |= {name: first[name] for name in ("steps_s", "kernels_s", "most_s") if name in first}
-        if "kernels_s" in first:
-            # those of the process that waits least are the transfers, the rest is waiting for others
-            slowest["communication_s"] = min(one["kernels_s"].get("communication", 0.0) for one in of_processes)
         found.append(slowest)
     return found
 
 
+def title(case: Case) -> str:
+    return f"{case.name}, {case.rows} x {case.sequence:,} tokens"
+
+
+def ratios(numbers: Sequence[dict[str, Any]], todo: Sequence[Case]) -> str:
+    """Predicted over measured, a line for each case. In parentheses: more than allowed away from 1."""
+    terms = list(numbers[0]["predicted"])
+    rows = []
+    for index, one in enumerate(numbers):
+        row = [title(todo[index % len(todo)]), str(one["devices"])]
+        for name in terms:
+            found = one["measured"].get(name)
+            ratio = one["predicted"][name] / found if found else None
+            within = TIME_WITHIN if name.endswith("_s") else MEMORY_WITHIN
+            row.append("" if ratio is None else f"{ratio:.2f}" if abs(ratio - 1) <= within else f"({ratio:.2f})")
+        rows.append(row)
+    return table(["predicted / measured", "devices", *(name.rsplit("_", 1)[0] for name in terms)], rows)
+
+
 def lines(case: Case, devices: int, said: dict[str, float], found: dict[str, Any]) -> list[list[str]]:
     """Rows of the table: predicted, measured, their ratio, and whether that is near enough."""
-    where = [f"{case.name}, {case.tokens:,} tokens", str(devices)]
+    where = [title(case), str(devices)]
     if "error" in found:
         return [[*where, "all", "", "", "", found["error"][:60]]]
     rows = []
     for name, value in said.items():
-        if name not in found or (name == "communication_s" and devices == 1):
+        if name not in found:
             continue
         unit, scale, within = ("ms", 1e3, TIME_WITHIN) if name.endswith("_s") else ("GiB", 2**-30, MEMORY_WITHIN)
         ratio = value / found[name] if found[name] else math.inf
@@ -136,6 +162,9 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--cluster", help="a file that `flowrl calibrate` wrote; default: calibrate now")
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--quick", action="store_true", help="a quick calibration")
+    options.add_argument(
+        "--allocator", choices=("expandable", "fixed"), default="expandable", help="segments of PyTorch's allocator"
+    )
     options.add_argument("--json", help="also write all numbers to this file")
     options.add_argument("--save", action="store_true")
     given = options.parse_args(argv)
@@ -143,6 +172,7 @@ def main(argv: Sequence[str]) -> int:
     if not is_gpu and not given.tiny:
         print("predict needs a CUDA device; --tiny runs it on a CPU")
         return 2
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{given.allocator == 'expandable'}"
     most = torch.cuda.device_count() if is_gpu else 2
     counts = [int(one) for one in given.devices.split(",") if one] or sorted({1, most})
     begun = time.perf_counter()
@@ -156,11 +186,12 @@ def main(argv: Sequence[str]) -> int:
             rows += lines(case, devices, said, found)
             numbers.append({"case": asdict(case), "devices": devices, "predicted": said, "measured": found})
         print(f"{devices}: measured after {time.perf_counter() - begun:.1f} s", flush=True)
-    text = table(["model, micro-batch", "devices", "term", "predicted", "measured", "predicted/measured", ""], rows)
+    header = ["model, micro-batch", "devices", "term", "predicted", "measured", "predicted/measured", ""]
+    text = f"{ratios(numbers, todo)}\n\n{table(header, rows)}"
     whole = {"cluster": cluster.to_toml(), "cases": numbers}
     if given.json:
         Path(given.json).write_text(json.dumps(whole, indent=1))
     device = cluster.device.name.lower()
-    heading = f"{max(counts)} x {device}; a step is two micro-batches; 'score' is a forward pass over one\n\n"
+    heading = f"{max(counts)} x {device}. {HEADING}\n\n"
     report("predict", heading + text, whole, save=given.save, file=f"predict-{device}")
     return 0

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import median
+from flowrl.cost.configs import shape_of_config
 from flowrl.engines.calibrate.loss import chunked_loss
 from flowrl.engines.calibrate.worker import end_with_parent
 
@@ -52,7 +53,7 @@ class Case:
     rows: int
     sequence: int
     micro_batches: int = 2
-    steps: int = 4
+    steps: int = 3
 
     @property
     def tokens(self) -> int:
@@ -133,6 +134,7 @@ def built(case: Case, device: torch.device, mesh: DeviceMesh) -> Scored:
 
 def measure(case: Case, device: torch.device, mesh: DeviceMesh) -> dict[str, Any]:
     """Median seconds of each part of a step, and bytes."""
+    alone = transfers(case, device, mesh)
     model = built(case, device, mesh)
     free(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -162,6 +164,7 @@ def measure(case: Case, device: torch.device, mesh: DeviceMesh) -> dict[str, Any
             {
                 "forward_s": sum(micro[0::2]),
                 "backward_s": sum(micro[1::2]),
+                "compute_s": sum(micro),
                 "optimizer_s": spans[-1],
                 "step_s": sum(spans),
                 "host_s": time.perf_counter() - begun,
@@ -180,7 +183,32 @@ def measure(case: Case, device: torch.device, mesh: DeviceMesh) -> dict[str, Any
         found["kernels_s"], found["most_s"] = kernels(step)
         clock.spans()
     found["score_s"] = score(case, model, ids, clock)
-    return found
+    return found | alone
+
+
+def transfers(case: Case, device: torch.device, mesh: DeviceMesh) -> dict[str, float]:
+    """Seconds of a step's transfers with nothing else going on: layers gathered twice, the root once, and gradients reduced."""
+    ranks = mesh.size()
+    if ranks == 1:
+        return {}
+    shape, group = shape_of_config(case.config), mesh.get_group()
+    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    counts = [(-(-shape.root_params() // ranks), 1)]
+    counts += [(-(-shape.layer_params(layer) // ranks), 2) for layer in range(shape.layers)]
+    longest = max(count for count, _ in counts)
+    part, whole = (torch.zeros(longest * times, dtype=compute, device=device) for times in (1, ranks))
+    summed, gradient = (torch.zeros(longest * times, dtype=torch.float32, device=device) for times in (1, ranks))
+    clock, found = Clock(device), []
+    for _ in range(2 + case.steps):
+        dist.barrier(group)
+        clock.mark()
+        for count, gathers in counts:
+            for _ in range(gathers):
+                dist.all_gather_into_tensor(whole[: count * ranks], part[:count], group=group)
+            dist.reduce_scatter_tensor(summed[:count], gradient[: count * ranks], group=group)
+        clock.mark()
+        found.append(clock.spans()[0])
+    return {"communication_s": case.micro_batches * median(found[2:])}
 
 
 def memory(device: torch.device) -> dict[str, int]:

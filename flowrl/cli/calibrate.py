@@ -33,11 +33,13 @@ def summary(cluster: Cluster) -> str:
     lines = [
         ("devices", f"{cluster.num_devices} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each"),
         ("products", f"{device.peak_flops / 1e12:.4g} TFLOP/s peak; {_percent(part.train)} of it in training, "
-         f"{_percent(part.forward)} in forward passes, {_percent(part.decode_flops)} with few tokens"),
+         f"{_percent(part.forward)} in forward passes, {_percent(part.train_attention or part.train)} in attention, "
+         f"{_percent(part.decode_flops)} with few tokens"),
         ("memory", f"{device.hbm_bytes_s / 1e9:.4g} GB/s peak; {_percent(part.hbm)} of it in copies, "
-         f"{_percent(part.decode_hbm)} in decode steps"),
+         f"{_percent(part.adam)} in Adam's step, {_percent(part.decode_hbm)} in decode steps"),
         ("beside products", f"training {beside.train_passes:.3g} passes over what layers keep and {beside.train_logit_bytes:.3g} "
-         f"bytes a logit; forward {beside.forward_passes:.3g} and {beside.forward_logit_bytes:.3g}"),
+         f"bytes a logit; forward {beside.forward_passes:.3g} and {beside.forward_logit_bytes:.3g}; sharding "
+         f"{beside.train_shard_bytes:.3g} bytes a parameter"),
         ("start of a layer", f"{beside.train_layer_s * 1e3:.3g} ms in training, {beside.forward_layer_s * 1e3:.3g} ms forward"),
         ("host", f"{host.pcie_per_device_bytes_s / 1e9:.4g} GB/s to and from each device while all copy; Adam "
          f"{host.cpu_adam_params_s / 1e9:.3g}e9 parameters/s"),

@@ -22,7 +22,8 @@ def assemble(results: Results, *, host_bytes: int, calibrated_at: str) -> Cluste
     """
     maker = _Maker(results)
     cluster = maker.start(host_bytes)
-    for step in (maker.peak, maker.memory, maker.layers, maker.starts, maker.decode, maker.host, maker.links):
+    for step in (maker.peak, maker.memory, maker.attention, maker.layers, maker.sharded, maker.starts, maker.decode, maker.host,
+                 maker.links):  # fmt: skip
         cluster = step(cluster)
     notes = [f"{name}: {text}" for name, text in results.errors.items()]
     if results.ended:
@@ -88,29 +89,51 @@ class _Maker:
         if self.missing("copy", "efficiency of memory is assumed"):
             return cluster
         found = min(self.values["copy"])
-        device = replace(cluster.device, hbm_bytes_s=_top(cluster, "cpu", found, cluster.device.hbm_bytes_s))
-        return replace(
-            cluster, device=device, efficiency=replace(cluster.efficiency, hbm=min(1.0, found / device.hbm_bytes_s))
-        )
+        peak = _top(cluster, "cpu", found, cluster.device.hbm_bytes_s)
+        efficiency = replace(cluster.efficiency, hbm=min(1.0, found / peak))
+        if not self.missing("adam", "the optimizer's step on the device is assumed"):
+            efficiency = replace(efficiency, adam=min(1.0, min(self.values["adam"]) / peak))
+        return replace(cluster, device=replace(cluster.device, hbm_bytes_s=peak), efficiency=efficiency)
+
+    def attention(self, cluster: Cluster) -> Cluster:
+        if self.missing("attention", "it is taken to be as fast as other products"):
+            return cluster
+        parts = {}
+        for kind in ("train", "forward"):
+            flops, took = _slowest_rows([[one[kind]] for one in self.values["attention"]])[0]
+            parts[f"{kind}_attention"] = min(1.0, flops / took / cluster.device.peak_flops)
+        return replace(cluster, efficiency=replace(cluster.efficiency, **parts))
 
     def layers(self, cluster: Cluster) -> Cluster:
         """Efficiency of products inside layers, passes over memory, bytes per logit."""
         if self.missing("layers", "efficiency of training and of forward passes is assumed"):
             return cluster
-        bandwidth = cluster.device.hbm_bytes_s * cluster.efficiency.hbm
-        for kind, part in (("train", "train"), ("forward", "forward")):
-            samples = [Sample(*row) for row in _slowest_rows([one[kind] for one in self.values["layers"]])]
+        peak, bandwidth = cluster.device.peak_flops, cluster.device.hbm_bytes_s * cluster.efficiency.hbm
+        for kind in ("train", "forward"):
+            attention = getattr(cluster.efficiency, f"{kind}_attention")
+            samples = []
+            for products, attending, kept, took in _slowest_rows([one[kind] for one in self.values["layers"]]):
+                if attention:
+                    samples.append(Sample(products, kept, max(took - attending / (peak * attention), took / 10)))
+                else:
+                    samples.append(Sample(products + attending, kept, took))
             # no product is faster than the peak
-            per_flop, per_byte = fit(samples, least_per_flop=1 / cluster.device.peak_flops)
-            eta = min(1.0, 1 / (per_flop * cluster.device.peak_flops))
+            per_flop, per_byte = fit(samples, least_per_flop=1 / peak)
+            eta = min(1.0, 1 / (per_flop * peak))
             overheads = replace(cluster.overheads, **{f"{kind}_passes": per_byte * bandwidth})
             if self.values.get("loss"):
                 flops, logits, took = _slowest_rows([[one[kind]] for one in self.values["loss"]])[0]
-                rest = max(0.0, took - flops / (cluster.device.peak_flops * eta))
+                rest = max(0.0, took - flops / (peak * eta))
                 overheads = replace(overheads, **{f"{kind}_logit_bytes": rest / logits * bandwidth})
-            cluster = replace(cluster, efficiency=replace(cluster.efficiency, **{part: eta}), overheads=overheads)
+            cluster = replace(cluster, efficiency=replace(cluster.efficiency, **{kind: eta}), overheads=overheads)
         self.missing("loss", "what a loss moves is not counted")
         return cluster
+
+    def sharded(self, cluster: Cluster) -> Cluster:
+        if self.missing("sharded", "what sharded weights move is not counted"):
+            return cluster
+        moved = max(self.values["sharded"]) * cluster.device.hbm_bytes_s * cluster.efficiency.hbm
+        return replace(cluster, overheads=replace(cluster.overheads, train_shard_bytes=moved))
 
     def starts(self, cluster: Cluster) -> Cluster:
         if self.missing("starts", "the start of kernels is not counted"):

@@ -15,7 +15,7 @@ from flowrl.cost.memory import activation_token_bytes
 from flowrl.cost.shapes import ModelShape
 from flowrl.engines.calibrate.effort import Effort, LayerShape
 from flowrl.engines.calibrate.loss import chunked_loss
-from flowrl.engines.calibrate.timing import seconds
+from flowrl.engines.calibrate.timing import busy, seconds
 
 SMALL_VOCAB = 32
 """Of models whose embedding is not used."""
@@ -69,12 +69,13 @@ def stack(shape: LayerShape, num_layers: int, *, recompute: bool) -> Any:
     return model
 
 
-def layers(device: torch.device, effort: Effort) -> dict[str, list[tuple[float, float, float]]]:
-    """`forward` and `train` -> (FLOP, bytes kept for a backward pass without recomputation, seconds) of each shape.
+def layers(device: torch.device, effort: Effort) -> dict[str, list[tuple[float, float, float, float]]]:
+    """`forward` and `train` -> (FLOP of products with weights, FLOP of attention, bytes kept for a backward pass without
+    recomputation, seconds) of each shape.
 
     `train` is a forward pass, the same again, and a backward pass; weights and gradients are in the dtype of compute.
     """
-    found: dict[str, list[tuple[float, float, float]]] = {"forward": [], "train": []}
+    found: dict[str, list[tuple[float, float, float, float]]] = {"forward": [], "train": []}
     lengths = [effort.sequence] * effort.rows
     for one in effort.layers:
         with torch.device(device):
@@ -82,16 +83,56 @@ def layers(device: torch.device, effort: Effort) -> dict[str, list[tuple[float, 
             states = torch.randn(effort.rows, effort.sequence, one.hidden, dtype=dtype_of(device))
         shape = ModelShape.from_config(model.config)
         kept = float(shape.layers * activation_token_bytes(shape) * sum(lengths))
+        flops, times = forward_flops(shape, lengths), train_flops(shape, lengths) / forward_flops(shape, lengths).total
         forward, train = passes(model, states)
-        took = seconds(forward, device, rounds=effort.rounds, calls=2)
-        found["forward"].append((forward_flops(shape, lengths).total, kept, took))
-        took = seconds(train, device, rounds=effort.rounds, calls=2)
-        found["train"].append((train_flops(shape, lengths), kept, took))
+        took = busy(forward, device, rounds=effort.rounds)
+        found["forward"].append((flops.matmul, flops.attention, kept, took))
+        took = busy(train, device, rounds=effort.rounds)
+        found["train"].append((times * flops.matmul, times * flops.attention, kept, took))
     return found
 
 
-def passes(model: nn.Module, states: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward pass without gradients, and one with its backward pass, over states [B, L, h]."""
+def attention(device: torch.device, effort: Effort) -> dict[str, tuple[float, float]]:
+    """`forward` and `train` -> (FLOP, seconds) of causal attention alone, with the heads of the largest shape."""
+    one, dtype = effort.layers[-1], dtype_of(device)
+    sides = (effort.rows, one.heads, effort.sequence, one.hidden // one.heads)
+    query, key, value = (torch.randn(*sides, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    up = torch.randn(*sides, device=device, dtype=dtype)
+
+    def attend() -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    @torch.no_grad()
+    def forward() -> None:
+        attend()
+
+    def train() -> None:
+        with torch.no_grad():
+            attend()
+        torch.autograd.grad(attend(), (query, key, value), up)
+
+    flops = 2.0 * effort.rows * one.hidden * effort.sequence**2
+    return {
+        "forward": (flops, busy(forward, device, rounds=effort.rounds)),
+        "train": (4 * flops, busy(train, device, rounds=effort.rounds)),
+    }
+
+
+def adam_bytes_s(device: torch.device, effort: Effort) -> float:
+    """Bytes per second of a step of fp32 Adam on the device: four numbers of each parameter are read, three written."""
+    count, parts = effort.adam_params, 16
+    weights = [nn.Parameter(torch.randn(count // parts, device=device)) for _ in range(parts)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    return 28 * count / busy(optimizer.step, device, rounds=effort.rounds)
+
+
+def passes(model: nn.Module, states: Tensor, *, keep: bool = False) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward pass without gradients, and one with its backward pass, over states [B, L, h].
+
+    `keep`: gradients stay, and the next are added to them, as in all micro-batches of a step but the first.
+    """
     up = torch.randn_like(states)
 
     @torch.no_grad()
@@ -101,7 +142,8 @@ def passes(model: nn.Module, states: Tensor) -> tuple[Callable[[], None], Callab
     def train() -> None:
         leaf = states.detach().requires_grad_()
         model(inputs_embeds=leaf).last_hidden_state.backward(up)
-        model.zero_grad(set_to_none=True)
+        if not keep:
+            model.zero_grad(set_to_none=True)
 
     return forward, train
 
@@ -124,8 +166,8 @@ def loss(device: torch.device, effort: Effort) -> dict[str, tuple[float, float, 
 
     once, logits = 2.0 * hidden * effort.vocab * tokens, float(effort.vocab * tokens)
     return {
-        "forward": (once, logits, seconds(forward, device, rounds=effort.rounds)),
-        "train": (4 * once, logits, seconds(train, device, rounds=effort.rounds)),
+        "forward": (once, logits, busy(forward, device, rounds=effort.rounds)),
+        "train": (4 * once, logits, busy(train, device, rounds=effort.rounds)),
     }
 
 

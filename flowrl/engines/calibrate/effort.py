@@ -34,6 +34,8 @@ class Effort:
     chunk: int
     """Tokens of a loss at once."""
     copy_bytes: int
+    adam_params: int
+    """On each device."""
     decode_batches: tuple[int, ...]
     decode_context: int
     host_copy_bytes: tuple[int, ...]
@@ -55,7 +57,7 @@ _LAYERS = (
     LayerShape(4096, 32, 8, 14336),
 )
 _GPU = Effort(
-    rounds=7,
+    rounds=5,
     products=((8192, 8192, 8192), (8192, 14336, 4096), (512, 14336, 4096)),
     layers=_LAYERS,
     num_layers=3,
@@ -64,6 +66,7 @@ _GPU = Effort(
     vocab=2**17,
     chunk=1024,
     copy_bytes=2048 * MIB,
+    adam_params=2**28,
     decode_batches=(1, 32, 256),
     decode_context=1024,
     host_copy_bytes=(MIB, 16 * MIB, 256 * MIB),
@@ -80,6 +83,7 @@ _GPU_QUICK = Effort(
     vocab=2**17,
     chunk=1024,
     copy_bytes=512 * MIB,
+    adam_params=2**27,
     decode_batches=(1, 32, 256),
     decode_context=512,
     host_copy_bytes=(MIB, 64 * MIB),
@@ -96,6 +100,7 @@ _CPU = Effort(
     vocab=4096,
     chunk=64,
     copy_bytes=64 * MIB,
+    adam_params=2**21,
     decode_batches=(1, 8, 32),
     decode_context=128,
     host_copy_bytes=(MIB, 64 * MIB),
@@ -112,6 +117,7 @@ _CPU_QUICK = Effort(
     vocab=1024,
     chunk=32,
     copy_bytes=64 * MIB,
+    adam_params=2**21,
     decode_batches=(1, 4, 16),
     decode_context=64,
     host_copy_bytes=(MIB, 32 * MIB),

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flowrl.engines.calibrate.compute import dtype_of, passes, stack
 from flowrl.engines.calibrate.effort import Effort, LayerShape
-from flowrl.engines.calibrate.timing import seconds
+from flowrl.engines.calibrate.timing import busy, seconds
 
 Calls = dict[str, Callable[[Tensor, Tensor, dist.ProcessGroup], object]]
 
@@ -26,6 +26,7 @@ OPERATIONS: Calls = {
 """Name -> call on (what every rank holds in the end or before, a rank's part of it, ranks)."""
 
 FEW_LAYERS, MANY_LAYERS = 2, 6
+FEW_TOKENS = 8
 TINY = LayerShape(64, 4, 2, 128)
 
 
@@ -66,26 +67,46 @@ def collective(
     return found
 
 
+def sharded(shape: LayerShape, depth: int, mesh: DeviceMesh) -> torch.nn.Module:
+    """Layers cut over the devices of a mesh: fp32 weights and gradients, compute in the device's dtype."""
+    with torch.device(mesh.device_type):
+        model = stack(shape, depth, recompute=True)
+    precision = MixedPrecisionPolicy(param_dtype=dtype_of(torch.device(mesh.device_type)), reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    made: torch.nn.Module = fully_shard(model, mesh=mesh, mp_policy=precision)
+    return made
+
+
 def starts(device: torch.device, effort: Effort, world: int) -> dict[str, float]:
     """`forward` and `train` -> least seconds of a sharded layer, by the difference of a deep stack and a shallow one.
 
     The layers are so small that the host, which gathers and starts kernels one by one, is what takes the time.
     """
     mesh = init_device_mesh(device.type, (world,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype_of(device), reduce_dtype=torch.float32)
+    states = torch.randn(1, FEW_TOKENS, TINY.hidden, dtype=dtype_of(device), device=device)
     found: dict[int, tuple[float, float]] = {}
     for depth in (FEW_LAYERS, MANY_LAYERS):
-        with torch.device(device):
-            model = stack(TINY, depth, recompute=True)
-            states = torch.randn(1, 8, TINY.hidden, dtype=dtype_of(device))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
-        forward, train = passes(model, states)
+        forward, train = passes(sharded(TINY, depth, mesh), states)
         found[depth] = (
-            seconds(forward, device, rounds=effort.rounds, calls=3),
-            seconds(train, device, rounds=effort.rounds, calls=3),
+            seconds(forward, device, rounds=2 * effort.rounds, calls=3),
+            seconds(train, device, rounds=2 * effort.rounds, calls=3),
         )
     few, many = found[FEW_LAYERS], found[MANY_LAYERS]
     each = [max(0.0, b - a) / (MANY_LAYERS - FEW_LAYERS) for a, b in zip(few, many, strict=True)]
     return {"forward": each[0], "train": each[1]}
+
+
+def shard_s(device: torch.device, effort: Effort, world: int) -> float:
+    """Seconds that the device works for each parameter of a sharded layer and micro-batch, besides what it does for an unsharded
+    one and besides transfers: casts, copies, sums of gradients. Of few tokens, so that products take little."""
+    one = effort.layers[-1]
+    states = torch.randn(1, FEW_TOKENS, one.hidden, dtype=dtype_of(device), device=device)
+    with torch.device(device):
+        plain = stack(one, FEW_LAYERS, recompute=True).to(dtype_of(device))
+    count = sum(weight.numel() for weight in plain.layers.parameters())
+    _, train = passes(plain, states)
+    alone_s = busy(train, device, rounds=effort.rounds)
+    del plain, train
+    _, train = passes(sharded(one, FEW_LAYERS, init_device_mesh(device.type, (world,))), states, keep=True)
+    return max(0.0, busy(train, device, rounds=effort.rounds, without="nccl") - alone_s) / count

@@ -35,3 +35,22 @@ def seconds(
                 work()
             found.append((time.perf_counter() - begun) / calls)
     return statistics.median(found)
+
+
+def busy(work: Callable[[], object], device: torch.device, *, rounds: int, without: str = "") -> float:
+    """Mean seconds that a GPU works on one call: the sum of its kernels, whatever the host takes to start them.
+
+    Kernels with `without` in their name are left out. On a CPU, and where kernels cannot be traced, as `seconds`.
+    """
+    if device.type != "cuda":
+        return seconds(work, device, rounds=rounds)
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(rounds):
+            work()
+        torch.cuda.synchronize(device)
+    kernels = [one for one in profile.key_averages() if not without or without not in one.key.lower()]
+    found = sum(one.self_device_time_total for one in kernels) / 1e6 / rounds
+    return found or seconds(work, device, rounds=rounds)

@@ -95,12 +95,15 @@ def _measure(job: Job, device: Any, log: Log) -> None:
     together: dict[str, Callable[[], Any]] = {
         "products": lambda: compute.products(device, effort),
         "copy": lambda: compute.copy_bytes_s(device, effort),
+        "decode": lambda: compute.decode(device, effort),  # before kernels are traced, which graphs do not always survive
         "layers": lambda: compute.layers(device, effort),
+        "attention": lambda: compute.attention(device, effort),
+        "adam": lambda: compute.adam_bytes_s(device, effort),
         "loss": lambda: compute.loss(device, effort),
-        "decode": lambda: compute.decode(device, effort),
         "host_copies": lambda: host.copies(device, effort),
         "host_adam": lambda: host.adam_params_s(effort, job.world),
         "starts": lambda: links.starts(device, effort, job.world),
+        "sharded": lambda: links.shard_s(device, effort, job.world),
     }
     for name, measure in together.items():
         dist.barrier()

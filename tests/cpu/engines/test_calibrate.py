@@ -40,9 +40,8 @@ def test_two_processes_measure_everything(two: Cluster) -> None:
     assert operations >= {"to_device", "to_host"}
     if two.num_devices == 2:
         assert operations >= set(links.OPERATIONS)
-    beside = two.overheads
-    assert beside.train_layer_s > 0 and beside.forward_layer_s > 0
-    assert beside.train_logit_bytes > beside.forward_logit_bytes > 0
+    assert 0 < two.efficiency.train <= 1 and 0 < two.efficiency.train_attention <= 1 and 0 < two.efficiency.adam <= 1
+    assert two.overheads.train_layer_s > 0 and two.overheads.train_logit_bytes > 0
 
 
 def test_what_was_measured_survives_its_file(two: Cluster, tmp_path: Path) -> None:
@@ -109,8 +108,15 @@ def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 def test_layers_count_the_work_that_is_done() -> None:
     found = compute.layers(CPU, SMALL)
-    for (forward, kept, _), (train, same, _) in zip(found["forward"], found["train"], strict=True):
-        assert train == 4 * forward and kept == same > 0
+    for (forward, attending, kept, _), (train, trained, same, _) in zip(found["forward"], found["train"], strict=True):
+        assert (train, trained) == (4 * forward, 4 * attending) and kept == same > 0
+
+
+def test_attention_counts_half_of_the_pairs() -> None:
+    found = compute.attention(CPU, SMALL)
+    shape = SMALL.layers[-1]
+    assert found["forward"][0] == SMALL.rows * 4 * shape.hidden * SMALL.sequence**2 / 2
+    assert found["train"][0] == 4 * found["forward"][0]
 
 
 def test_a_loss_in_chunks_is_the_loss_at_once() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from flowrl.cost.collectives import Ring
 from flowrl.cost.compute import train_compute_s
-from flowrl.cost.flops import train_flops
+from flowrl.cost.flops import forward_flops, train_flops
 from flowrl.cost.memory import activation_token_bytes
+from flowrl.cost.offload import adam_s
 from flowrl.cost.shapes import ModelShape
 from flowrl.engines.calibrate.assemble import assemble
 from flowrl.engines.calibrate.fit import Sample, fit
@@ -64,16 +65,20 @@ def test_a_step_of_the_measured_layers_takes_the_measured_time() -> None:
         shape = ModelShape.of(name)
         kept = shape.layers * activation_token_bytes(shape) * 4096
         flops = train_flops(shape, [4096])
-        rows.append([flops, kept, flops / rate + 8 * kept / bandwidth])
-    cluster = made(measured(layers={"train": rows, "forward": rows}))
+        attending = 4 * forward_flops(shape, [4096]).attention
+        took = (flops - attending) / rate + attending / (0.3 * 989e12) + 8 * kept / bandwidth
+        rows.append([flops - attending, attending, kept, took])
+    attention = {"train": [1e12, 1 / 296.7], "forward": [1e12, 1 / 400.0]}
+    cluster = made(measured(layers={"train": rows, "forward": rows}, attention=attention))
     assert cluster.efficiency.train == pytest.approx(0.6)
+    assert cluster.efficiency.train_attention == pytest.approx(0.3)
     assert cluster.overheads.train_passes == pytest.approx(8)
-    for name, (_, _, took) in zip(names, rows, strict=True):
+    for name, (*_, took) in zip(names, rows, strict=True):
         assert train_compute_s(ModelShape.of(name), cluster, 1, [4096]) == pytest.approx(took)
 
 
 def test_a_loss_has_bytes_of_its_own() -> None:
-    rows = [[4e14, 1e9, 4e14 / 494.5e12]]
+    rows = [[4e14, 0.0, 1e9, 4e14 / 494.5e12]]
     loss = {"train": [1e13, 1e9, 1e13 / 494.5e12 + 30e9 / 4.32e12], "forward": [1e13, 1e9, 0.021]}
     cluster = made(measured(layers={"train": rows, "forward": rows}, loss=loss))
     assert cluster.overheads.train_logit_bytes == pytest.approx(30)
@@ -96,6 +101,15 @@ def test_published_peaks_stay_and_the_reached_part_is_measured() -> None:
     assert (cluster.overheads.train_layer_s, cluster.overheads.forward_layer_s) == (3e-3, 1e-3)
     assert (cluster.num_devices, cluster.host.memory_bytes) == (2, HOST_BYTES)
     assert cluster.calibrated_at == "2026-01-31T12:00:00"
+
+
+def test_adam_and_sharded_weights_are_parts_of_the_bandwidth() -> None:
+    results = measured(adam=3.36e12)
+    results.values["sharded"] = [8e-12, 1e-11]
+    cluster = made(results)
+    assert cluster.efficiency.adam == pytest.approx(0.7)
+    assert adam_s(1e9, cluster) == pytest.approx(28e9 / 3.36e12)
+    assert cluster.overheads.train_shard_bytes == pytest.approx(43.2)
 
 
 def test_the_slowest_process_counts() -> None:
