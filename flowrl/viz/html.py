@@ -167,9 +167,12 @@ def _timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
             " One iteration alone is drawn; iterations overlap, and one version follows another every "
             f"{units.seconds(drawn.plan.predicted.seconds)} (predicted): see Versions."
         )
+    outlines = " Dashed outlines are measured." if spans else ""
+    if any(one.start_s is None for one in spans):
+        outlines += " Where no start was measured, they begin at the predicted one."
     words = (
         f"Predicted: {units.seconds(drawn.makespan_s)} from the first step to the last. A thick outline is the "
-        f"critical path; hatched grey is idle, with what it waits for.{' Dashed outlines are measured.' if spans else ''}{alone}"
+        f"critical path; hatched grey is idle, with what it waits for.{outlines}{alone}"
     )
     kinds = dict.fromkeys(bar.step.kind for bar in drawn.bars if KINDS[bar.step.kind][0])
     roles = [_legend(swatch(hue, hatched), name, "r", name) for name, hue, hatched in drawn.roles]
