@@ -70,9 +70,15 @@ class Held:
 
     at_rest: Parts
     working: Parts
-    """During its calls, besides those at rest and the states in use."""
+    """During its calls, besides those at rest and the states in use. Of a trainer: while it trains."""
     on_host: Parts
     states: tuple[State, ...] = ()
+    passing: Parts | None = None
+    """Of a trainer: during its forward passes, which keep no gradients and one layer's activations. None: `working`."""
+
+    def during(self, work: str) -> Parts:
+        """During a call of some work: `generate`, `forward` or `train`."""
+        return self.working if work == "train" or self.passing is None else self.passing
 
 
 def held(problem: Problem, role: Role, mesh: Mesh, option: Option) -> Held:
@@ -206,7 +212,10 @@ def _trained(problem: Problem, role: Role, mesh: Mesh, option: Option, settings:
         resident, state = state, {}
     working = {**{name: count for name, count in state.items() if name not in moving}, **passing}
     left = option.dynamic_bytes - sum(one.device_bytes for one in states)
-    return Held(_fitted(resident, option.static_bytes), _fitted(working, left), on_host, states)
+    fitted = _fitted(working, left)
+    forward = _forward(problem, role, option, settings)
+    passes = forward if sum(forward.values()) < sum(fitted.values()) else None
+    return Held(_fitted(resident, option.static_bytes), fitted, on_host, states, passes)
 
 
 def _states(
@@ -231,16 +240,25 @@ def _states(
 # ------------------------------------------------------------------------------------------------------- forward passes
 
 
-def _frozen(problem: Problem, role: Role, mesh: Mesh, option: Option, settings: Mapping[str, object]) -> Held:
-    shape, keep = role.shape, problem.choices
+def _forward(problem: Problem, role: Role, option: Option, settings: Mapping[str, object]) -> Parts:
+    """What a forward pass holds besides the shards, on each device: two layers and the ends gathered, one layer's activations."""
+    shape, keep, tp = role.shape, problem.choices, option.layout.tp
     more, tokens = keep.memory.fragmentation, int(str(settings["micro_batch_tokens"]))
-    size = 2.0 * shape.params() / _shards(option)
-    logits = logit_bytes(shape, tokens, loss="log_softmax_no_grad", chunk=keep.logit_chunk, constants=keep.memory)
-    working = {
-        "gathered": (2 * 2 * shape.layer_params() + 2 * shape.root_params()) * more,
-        "activations": activation_token_bytes(shape, constants=keep.memory) * tokens * more,
+    is_split = tp > 1 and bool(settings.get("sequence_parallel"))
+    layer = activation_token_bytes(shape, tensor_parallel=tp, sequence_parallel=is_split, constants=keep.memory)
+    logits = logit_bytes(shape, tokens, loss="log_softmax_no_grad", chunk=keep.logit_chunk, tensor_parallel=tp,
+                         constants=keep.memory)  # fmt: skip
+    found = {
+        "gathered": (2 * 2 * shape.layer_params() + 2 * shape.root_params()) / tp * more,
+        "activations": layer * tokens * more,
         "logits": logits * more,
     }
+    return {name: count for name, count in found.items() if count}
+
+
+def _frozen(problem: Problem, role: Role, mesh: Mesh, option: Option, settings: Mapping[str, object]) -> Held:
+    more, size = problem.choices.memory.fragmentation, 2.0 * role.shape.params() / _shards(option)
+    working = _forward(problem, role, option, settings)
     weights = {"parameters": size * more}
     if settings.get("offload") != Offload.PARK.value:
         return Held(_fitted(weights, option.static_bytes), _fitted(working, option.dynamic_bytes), {})

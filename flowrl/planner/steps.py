@@ -110,7 +110,7 @@ class Outlook:
     """Peak of the host that holds most."""
     critical_path: tuple[str, ...] = ()
     resident: tuple[Hold, ...] = ()
-    """Memory that is taken all the time."""
+    """Memory that no single step holds: taken all the time, or from one step to another."""
 
 
 @dataclass(frozen=True, slots=True)

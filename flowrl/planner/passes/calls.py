@@ -54,7 +54,7 @@ def calls(draft: Draft) -> Draft:
 def _compute(call: Call, mesh: Mesh, option: Option, seconds: float, waits: tuple[str, ...], holding: Held) -> Step:
     streams = dict(option.settings).get("offload") in STREAMING and (call.work == "train" or option.is_on_host)
     lanes = (Lane.COMPUTE, Lane.H2D, Lane.D2H) if streams else (Lane.COMPUTE,)
-    holds = tuple(Hold(f"{option.role} {name}", count) for name, count in sorted(holding.working.items()))
+    holds = tuple(Hold(f"{option.role} {name}", count) for name, count in sorted(holding.during(call.work).items()))
     return Step(call.node, call.node, StepKind.COMPUTE, mesh, lanes, Predicted(seconds, holds=holds), waits,
                 layout=option.layout, settings=(("role", option.role), *option.settings))  # fmt: skip
 

@@ -75,6 +75,19 @@ def test_calls_take_the_same_wherever_their_state_is_parked(name, role_name):
         assert all(one == pytest.approx(found[0], rel=1e-9) for one in found)
 
 
+def test_forward_passes_of_a_trainer_hold_what_those_of_a_frozen_model_do():
+    problem, role, options = options_of("four roles", "policy")
+    _, _, frozen = options_of("four roles", "ref")
+    option = next(one for one in options if dict(one.settings)["offload"] == "none" and one.layout.tp == 1)
+    other = next(one for one in frozen if one.layout == option.layout
+                 and dict(one.settings)["micro_batch_tokens"] == dict(option.settings)["micro_batch_tokens"])  # fmt: skip
+    ref = next(role for role in problem.roles if role.name == "ref")
+    found, beside = held(problem, role, Mesh(0, 8), option), held(problem, ref, Mesh(0, 8), other)
+    assert found.during("forward") == pytest.approx(beside.during("forward"))
+    assert sum(found.during("forward").values()) < sum(found.during("train").values())
+    assert found.during("train") == found.working and beside.during("forward") == beside.working
+
+
 def test_worked_bytes_of_parked_training_state():
     """1.5B parameters over eight devices, fp32: 4 N of weights, 4 N of gradients, 8 N of moments."""
     problem, role, options = options_of("four roles", "policy")
