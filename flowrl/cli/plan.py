@@ -30,7 +30,7 @@ from flowrl.planner.figures import (
     summary,
     tie_line,
 )
-from flowrl.planner.offered import check_layouts
+from flowrl.planner.offered import check_placement
 from flowrl.planner.planning import plan_found, problem_of
 from flowrl.planner.problem import Found, Problem
 from flowrl.planner.relax import Refusal, Relaxation, explain as refusal_of
@@ -353,7 +353,7 @@ def _compare(problem: Problem, graph: Graph, found: Found, args: argparse.Namesp
     """The best plan beside the best one with another placement."""
     ours = plan_found(found, graph)
     asked = replace(problem, placement=_placement(args.alt))
-    check_layouts(asked)
+    check_placement(asked)
     best = f"best   {placement_of(ours)}: predicted {time_text(ours.predicted.seconds)} per step"
     other = search(asked)
     if other.best is None:

@@ -22,7 +22,7 @@ from flowrl.mesh import Cluster
 from flowrl.mesh.placement import Placement
 from flowrl.planner.bound import bound_s
 from flowrl.planner.lower import plan_of
-from flowrl.planner.offered import check_layouts
+from flowrl.planner.offered import check_placement
 from flowrl.planner.options import Choices
 from flowrl.planner.problem import Found, Problem, host_bytes
 from flowrl.planner.relax import explain
@@ -157,7 +157,7 @@ def problem_of(
     }
     placed = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     problem = Problem.of(optimised, shapes, placed, workload, schedule=schedule, choices=choices, placement=placement)
-    check_layouts(problem)
+    check_placement(problem)
     return problem, optimised
 
 

@@ -110,9 +110,9 @@ class Problem:
         return wanted and (layout is None or option.layout == layout)
 
     def asked_layout(self, role: str) -> Layout | None:
-        """Layout that the placement gives to a role."""
+        """Layout that the placement gives to a role, without its order of ranks: that is chosen by what then moves least."""
         placed = None if self.placement is None else self.placement.role(role)
-        return None if placed is None else placed.layout
+        return None if placed is None or placed.layout is None else placed.layout.ordered("mod")
 
     @property
     def edges(self) -> tuple[Edge, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
-from flowrl.mesh import Cluster, Mesh
+from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.cells import undominated
 from flowrl.planner.floors import floors
 from flowrl.planner.handover import Side, handover_s
@@ -82,17 +82,18 @@ class Space:
 
     def every_option(self, role: int, size: int) -> tuple[Option, ...]:
         """Also those that others beat."""
-        problem = self.problem
-        return _options(
-            self.roles[role], self.cluster.with_memory(host_bytes=1), size, problem.workload, problem.choices
-        )
+        return self._all_options(role, size, self.cluster.with_memory(host_bytes=1))
 
     def roomy_options(self, role: int, size: int) -> tuple[Option, ...]:
         """Also those that no device holds. Of an engine, which takes a share of what there is, those that there are."""
         if self.roles[role].is_engine:
             return self.every_option(role, size)
-        problem, wide = self.problem, self.cluster.with_memory(device_bytes=PLENTY, host_bytes=1)
-        return _options(self.roles[role], wide, size, problem.workload, problem.choices)
+        return self._all_options(role, size, self.cluster.with_memory(device_bytes=PLENTY, host_bytes=1))
+
+    def _all_options(self, role: int, size: int, cluster: Cluster) -> tuple[Option, ...]:
+        """Of the layout that is asked for, if one is: also one that the planner would not offer by itself."""
+        problem, one = self.problem, self.roles[role]
+        return _options(one, cluster, size, problem.workload, problem.choices, problem.asked_layout(one.name))
 
     def is_made(self, role: int, size: int) -> bool:
         """Whether `least` is what options have, and no floor."""
@@ -185,6 +186,8 @@ class Space:
 
 
 @lru_cache(maxsize=1024)
-def _options(role: Role, cluster: Cluster, size: int, workload: Workload, choices: Choices) -> tuple[Option, ...]:
+def _options(
+    role: Role, cluster: Cluster, size: int, workload: Workload, choices: Choices, asked: Layout | None
+) -> tuple[Option, ...]:
     """Kept over searches: to explain why nothing fits means to plan again with other limits. Host memory is no part of it."""
-    return all_options(role, cluster, Mesh(0, size), workload, choices)
+    return all_options(role, cluster, Mesh(0, size), workload, choices, layout=asked)

@@ -154,7 +154,7 @@ def test_everything_that_is_missing_at_once(cli: Cli, folder: Path) -> None:
         (("--cluster", "8xB100"), "no device is named 'B100'"),
         (("--cluster", "clusters.toml"), "there is no file 'clusters.toml'"),
         (("--placement", "gen:d2 + policy:f2"), "not placed: ['ref']"),
-        (("--placement", "gen:f2 | ..."), "'gen', which is sampled from, cannot be laid out as f2"),
+        (("--placement", "gen:f2 + policy:... + ref:..."), "'gen', which is sampled from, cannot be laid out as f2"),
         (("--placement", "gen:d2 |"), "expected the name of a role"),
         (("--model", "policy=Qwen/Qwen2.5-1.6B"), "model 'policy'"),
         (("--model", "critic=x"), "flow 'grpo' has no input 'critic'"),

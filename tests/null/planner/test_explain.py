@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from examples.flows.grpo import grpo
-from flowrl.errors import ConfigError, PlanError
+from flowrl.errors import PlanError
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Placement
 from flowrl.planner.explain import explain, explain_plan
 from flowrl.planner.figures import Phase, alternative_lines, chosen, phase_table, phases, placement_of, summary
-from flowrl.planner.offered import check_layouts
 from flowrl.planner.planning import plan_found
 from flowrl.planner.search import search
 from tests.null.planner.search_cases import CASES, WORK
@@ -131,21 +130,3 @@ def test_nothing_fits():
     problem = replace(PLENTY, cluster=PLENTY.cluster.with_memory(device_bytes=2**30))
     with pytest.raises(PlanError, match="FR-P01"):
         explain(problem, GRAPH)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gen:f2 | ...", "'gen', which is sampled from, cannot be laid out as f2; there are d2, t2"),
-        ("policy:t2 | ...", None),
-        ("ref:d2p1 | ...", None),
-        ("gen:d2 | ...", None),
-    ],
-)
-def test_layouts_that_a_role_never_has(text, message):
-    problem = replace(PLENTY, placement=Placement.parse(text))
-    if message is None:
-        check_layouts(problem)
-        return
-    with pytest.raises(ConfigError, match=message):
-        check_layouts(problem)

@@ -57,7 +57,7 @@ def use(monkeypatch, table, moves):
     def handover_s(shape, machine, source, target, *, is_on_host=False):
         return moves[source.mesh != target.mesh, source.layout, target.layout] + is_on_host
 
-    def all_options(role, machine, size, workload, choices):
+    def all_options(role, machine, size, workload, choices, asked):
         return table[role.name, size]
 
     monkeypatch.setattr(space, "_options", all_options)
