@@ -7,7 +7,7 @@ copies) are counted apart, each once, and then put together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flowrl.cost.memory import TrainMemory, activation_token_bytes, logit_bytes, train_memory
@@ -65,10 +65,13 @@ def trained_options(
             for park in ((False, True) if offload in PARTIAL else (False,))
         ]
         for tokens in micro_batches(choices, workload, layout.tp):
-            work = [_Work.of(role, where, tokens, recompute) for recompute in choices.recompute]
+            forward_s = {call.node: where.forward_s(call, tokens) for call in role.calls if call.work == "forward"}
+            work = [_Work.of(role, where, tokens, recompute, forward_s) for recompute in choices.recompute]
             for state in held:
                 for one in work:
-                    yield _option(role, where, one, state)
+                    used = one.memory.with_state(state.cost)
+                    if used.total_bytes <= cluster.device.memory_bytes:  # else nothing else of it matters
+                        yield _option(role, where, one, state, used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class _Work:
     """Of each call: one optimizer step, or the seconds of a forward pass."""
 
     @classmethod
-    def of(cls, role: Role, where: _Where, tokens: int, recompute: bool) -> _Work:
+    def of(cls, role: Role, where: _Where, tokens: int, recompute: bool, forward_s: Mapping[str, float]) -> _Work:
         choices, layout = where.choices, where.layout
         memory = train_memory(
             where.shape,
@@ -145,7 +148,7 @@ class _Work:
         steps: list[TrainStep | float] = []
         for call in role.calls:
             if call.work == "forward":
-                steps.append(where.forward_s(call, tokens))
+                steps.append(forward_s[call.node])
                 continue
             lengths = where.workload.totals(max(1, math.ceil(call.sequences / call.steps)))
             steps.append(
@@ -166,9 +169,8 @@ class _Work:
         return cls(tokens, recompute, memory, tuple(steps))
 
 
-def _option(role: Role, where: _Where, work: _Work, held: _Held) -> Option:
+def _option(role: Role, where: _Where, work: _Work, held: _Held, used: TrainMemory) -> Option:
     keep, shape = where.choices, where.shape
-    used = work.memory.with_state(held.cost)
     static = used.idle_bytes * keep.memory.fragmentation
     own = used.total_bytes - keep.memory.context_bytes - static
     element = keep.moving.weight_bytes if held.park else keep.moving.stored_bytes
