@@ -9,6 +9,8 @@
     memory       bytes on a device: training, sampling engine
     generation   prefill, decode steps, a batch of responses of given lengths
     train        time of a training step
+    audit        what each parameter takes on a device, and what of it is not really sharded
+    text         numbers and tables as people read them
 
 Units are in the names: `_bytes`, `_s`, `_flops`. A formula holds no calibrated constant: those are fields with defaults
 (those of `flowrl.mesh`, `MemoryConstants`, `TrainConstants`, `EngineConstants`). Nothing here imports torch.

@@ -4,6 +4,8 @@ planning     `plan`: the whole way from a flow to its plan
 shapes       the shape of a model from its name, folder or config
 report       what a search looked at
 workload     how many prompts, and how long prompts and responses are
+workload_text  the same as people write it: lengths as text, a TOML file
+offered      whether a placement that is asked for can be at all
 roles        the models of a graph, and what each does in a step
 options      the ways to run a role on a mesh
 cells        sets of roles that share a mesh: what fits its memory
@@ -17,6 +19,10 @@ tasks        what the simulator runs
 simulate     seconds and memory of a set of tasks
 views        what a plan can be shown as
 steps        the plan: steps on meshes, in a file or as a table
+figures      a plan's figures: what is busiest, what each step holds
+explain      why a plan is so: what the next best choices would cost
+diff         what differs between two plans
+audit        what a layout makes of a model, and what is not really sharded
 boxes        parts of tensors
 reshard      what moves when weights change their layout, exactly
 """
