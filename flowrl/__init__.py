@@ -62,6 +62,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'flowrl' has no attribute '{name}'")
     found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if _MODULE_OF[name].startswith("flowrl.planner"):
+        importlib.import_module("flowrl.viz")  # only names of pictures, so that what is handed out here can be drawn
     globals()[name] = found
     return found
 
