@@ -214,6 +214,10 @@ def train_memory(
     `shards` are those of the weights besides tensor and pipeline parallelism; layers are spread evenly over stages. With tensor
     parallelism a group works on the `tokens` together. Of a mixture of experts a device gathers all experts of a layer, as
     parallelism over experts is not modelled.
+
+    Left out: what is kept once and not per layer (the last norm, its output, positions: 8·h per token), and the reduction of
+    embedding and head at the end, (2 + 4) bytes each, when activations and logits are gone. Activations and logits are added,
+    though with recomputation the logits are gone when the last layer is computed again: an upper estimate.
     """
     keep, at = constants or MemoryConstants(), stage or Stage()
     held = state_cost(
