@@ -14,11 +14,19 @@ handover     seconds of new weights on their way to an engine
 problem      what is placed, and what a placement is
 search       the best placement, by branch and bound
 relax        when nothing fits: why, and what would
-lower        from a placement to a plan
+lower        from a placement to a plan: the passes in `passes`, in order
+draft        what these passes take and give
+rows         which columns each node reads, who made them, how many bytes they are
+holds        what a role holds, by category, and which state of it may leave the devices
+parking      the gaps between uses of that state, and what fits the memory
+moving       how it leaves and comes back
+bound        seconds that no plan goes below, whatever is moved when
 tasks        what the simulator runs
-simulate     seconds and memory of a set of tasks
+simulate     seconds of a set of tasks
+usage        memory of devices and hosts over time
 views        what a plan can be shown as
-steps        the plan: steps on meshes, in a file or as a table
+steps        the plan: steps on meshes, in a file
+table        the same as a table
 figures      a plan's figures: what is busiest, what each step holds
 explain      why a plan is so: what the next best choices would cost
 diff         what differs between two plans

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 from flowrl.planner.draft import Draft
+from flowrl.planner.moving import Moving, Timing
 from flowrl.planner.parking import Choice, Parking
 from flowrl.planner.simulate import period, schedule
 from flowrl.planner.steps import Step
@@ -20,8 +21,8 @@ from flowrl.planner.tasks import Task
 MOST_GAPS = 10
 """For which every choice is looked at."""
 
-Rated = tuple[tuple[float, float], Choice, bool]
-"""Seconds and bytes moved; of each gap whether the state stays; whether copies run beside other work."""
+Rated = tuple[tuple[float, float], Choice, Timing]
+"""Seconds and bytes moved; of each gap whether the state stays; when copies run."""
 
 
 def offload(draft: Draft) -> Draft:
@@ -29,15 +30,16 @@ def offload(draft: Draft) -> Draft:
     if not draft.parked:
         return draft
     parking = Parking(draft)
-    _, choice, beside = Chooser(parking).best()
-    return parking.apply(choice, beside)
+    chooser = Chooser(parking)
+    _, choice, timing = chooser.best()
+    return chooser.moving.apply(choice, timing)
 
 
 class Chooser:
     """What each choice takes, and the best one."""
 
     def __init__(self, parking: Parking) -> None:
-        self.parking = parking
+        self.parking, self.moving = parking, Moving(parking)
         draft = parking.draft
         self.per_node = draft.problem.cluster.devices_per_node
         self.staleness = draft.problem.schedule.max_staleness
@@ -67,12 +69,12 @@ class Chooser:
         return [one for one in product((True, False), repeat=len(self.parking.open)) if self.parking.fits(one)]
 
     def rated(self, choice: Choice) -> Rated:
-        """A choice, with its copies beside other work or not: whichever is faster."""
-        return min((self.cost(choice, beside), choice, beside) for beside in (True, False))
+        """A choice, with the timing that is fastest."""
+        return min((self.cost(choice, timing), choice, timing) for timing in Timing)
 
-    def cost(self, choice: Choice, beside: bool) -> tuple[float, float]:
+    def cost(self, choice: Choice, timing: Timing) -> tuple[float, float]:
         """Seconds, and bytes moved."""
-        waits, moves = self.parking.moves(choice, beside)
+        waits, moves = self.moving.moves(choice, timing)
         return self._seconds(waits, moves), self.parking.moved_bytes(choice)
 
     def _by_mesh(self, found: Rated, floor_s: float) -> Rated:

@@ -10,6 +10,7 @@ from flowrl.cost.offload import Offload
 from flowrl.mesh import Cluster
 from flowrl.planner.draft import Draft
 from flowrl.planner.lower import PASSES, plan_of
+from flowrl.planner.moving import Moving, Timing
 from flowrl.planner.parking import Parking
 from flowrl.planner.passes.check import check, run
 from flowrl.planner.passes.offload import Chooser
@@ -82,8 +83,8 @@ def test_the_choice_is_the_best_of_all(name):
         assert len(parking.open) <= 8
         rivals = []
         for choice in product((True, False), repeat=len(parking.open)):
-            for beside in (True, False):
-                one = parking.apply(choice, beside)
+            for timing in Timing:
+                one = Moving(parking).apply(choice, timing)
                 check(one, "apply")
                 if not is_over(one):
                     rivals.append((round(seconds_of(one), 9), moved_bytes(one)))
@@ -97,9 +98,10 @@ def test_what_fits_is_what_the_simulator_says(name):
     for draft in drafts(name):
         parking = Parking(draft)
         for choice in product((True, False), repeat=len(parking.open)):
-            assert is_over(parking.apply(choice, False)) != parking.fits(choice)
+            assert is_over(Moving(parking).apply(choice, Timing.APART)) != parking.fits(choice)
             if parking.fits(choice):
-                assert not is_over(parking.apply(choice, True))
+                assert not is_over(Moving(parking).apply(choice, Timing.BESIDE))
+                assert not is_over(Moving(parking).apply(choice, Timing.NEXT))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,6 +154,23 @@ def test_trained_state_is_copied_back():
     state = next(one.state for one in draft.parked if one.state.name == "training state")
     link = draft.problem.cluster.host_link
     assert back.predicted.seconds == pytest.approx(state.moved_bytes / link.bytes_s)
+
+
+def test_state_may_leave_in_the_next_iteration():
+    """What the update wrote leaves beside the rollout of the next iteration: it is there at both ends of an iteration."""
+    draft = drafts("all parked, tight")[0]
+    done = PASSES[-1](draft)
+    late = [step for step in done.steps if dict(step.settings).get("is_next") is True]
+    assert late and all(step.kind is StepKind.OFFLOAD and step.after == () for step in late)
+    for step in late:
+        role = dict(step.settings)["role"]
+        holds = [hold for hold in done.resident if hold.what.startswith(role) and hold.device_bytes]
+        begins = {hold.what for hold in holds if not hold.from_task and hold.until_task == step.name}
+        ends = {hold.what for hold in holds if hold.from_task and not hold.until_task}
+        assert begins == {f"{role} {name}" for name in step.reads} <= ends
+    assert seconds_of(done) < min(
+        seconds_of(Moving(Parking(draft)).apply((False,) * 3, timing)) for timing in list(Timing)[:2]
+    )
 
 
 def test_more_memory_is_never_slower():
