@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowrl.cost.generation import EngineConstants
-from flowrl.cost.memory import MemoryConstants
+from flowrl.cost.memory import LogitBytes, MemoryConstants
 from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState
 from flowrl.cost.train import TrainConstants
+from flowrl.errors import ConfigError
 from flowrl.mesh import Layout
 from flowrl.planner.rows import RowConstants
+from flowrl.schema.columns import nearest
 
 Setting = str | int | float | bool
 
@@ -41,6 +43,26 @@ class Choices:
     engine: EngineConstants = field(default_factory=EngineConstants)
     moving: OffloadConstants = field(default_factory=OffloadConstants)
     rows: RowConstants = field(default_factory=RowConstants)
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_tokens", "tensor_parallel", "pipeline", "train_tensor_parallel"):
+            found = getattr(self, name)
+            if not found or not all(type(one) is int and one >= 1 for one in found):
+                raise ConfigError(f"Choices needs whole numbers of at least 1 for {name}, one or more; found {found!r}")
+        for name in ("recompute", "offload", "optimizers"):
+            if not getattr(self, name):
+                raise ConfigError(f"Choices needs at least one value for {name}; left out, the field has its default")
+        if not self.utilization or not all(0 < share <= 1 for share in self.utilization):
+            raise ConfigError(f"Choices needs shares above 0 to 1 for utilization; found {self.utilization!r}")
+        names = [state.name for state in self.optimizers]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"plans tell optimizers by their names, and these are equal: {names}")
+        if self.loss not in LogitBytes.__dataclass_fields__:
+            raise ConfigError(
+                f"Choices has no loss '{self.loss}'; {nearest(self.loss, LogitBytes.__dataclass_fields__)}"
+            )
+        if self.logit_chunk is not None and self.logit_chunk < 1:
+            raise ConfigError(f"logit_chunk is tokens, at least 1, or None for all at once; found {self.logit_chunk}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from flowrl.cost.memory import train_memory
 from flowrl.cost.offload import ADAM_8BIT, ADAM_FP32, ADAM_MASTER, Offload
 from flowrl.cost.shapes import ModelShape
 from flowrl.cost.train import forward_pass_s, train_step
+from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.options import Choices, Option, all_options, beats, pareto
 from flowrl.planner.roles import Call, Role
@@ -184,6 +185,25 @@ def test_nothing_changes_numerics_without_consent():
         asked[state] = min(option.dynamic_bytes for option in all_options(trainer(), H100, H100.whole, WORK, choices))
     # gradients stay fp32 between micro-batches, unless a state with bf16 gradients was asked for
     assert asked[ADAM_FP32] - asked[ADAM_MASTER] == pytest.approx(1.05 * 2 * LLAMA.params() / 8)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"tensor_parallel": ()}, "at least 1 for tensor_parallel"),
+        ({"pipeline": (1, 0)}, "at least 1 for pipeline"),
+        ({"train_tensor_parallel": (2.0,)}, "at least 1 for train_tensor_parallel"),
+        ({"micro_batch_tokens": (True,)}, "at least 1 for micro_batch_tokens"),
+        ({"utilization": (0.9, 1.2)}, "shares above 0 to 1"),
+        ({"offload": ()}, "at least one value for offload"),
+        ({"optimizers": (ADAM_FP32, ADAM_FP32)}, "these are equal"),
+        ({"loss": "cross_entropi"}, "no loss 'cross_entropi'; did you mean 'cross_entropy'"),
+        ({"logit_chunk": 0}, "at least 1, or None"),
+    ],
+)
+def test_choices_that_make_no_sense(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        Choices(**changes)
 
 
 # ------------------------------------------------------------------------------------------------------------- few
