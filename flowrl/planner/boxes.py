@@ -198,8 +198,13 @@ def volume(box: Box) -> int:
 
 def intersect(one: Box, other: Box) -> Box | None:
     """What two boxes share, or None."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return None if is_empty(shared) else shared
+    shared: list[tuple[int, int]] = []
+    for (start, stop), (low, high) in zip(one, other, strict=True):
+        start, stop = max(start, low), min(stop, high)
+        if start >= stop:
+            return None  # most pairs end here, at the first dimension
+        shared.append((start, stop))
+    return tuple(shared)
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:

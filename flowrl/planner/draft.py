@@ -34,6 +34,8 @@ class Draft:
     problem: Problem
     candidate: Candidate
     graph: Graph
+    is_exact: bool = True
+    """Whether handovers are counted box by box; False for plans that are only compared."""
     steps: tuple[Step, ...] = ()
     """Those on the compute lane of a mesh in the order in which the mesh does them."""
     resident: tuple[Hold, ...] = ()

@@ -80,17 +80,19 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     if found.best is None:
         raise PlanError("FR-P01: no plan fits")
     kept = list({id(one): one for one in (found.best, found.fastest, *found.others) if one is not None}.values())
-    plans = [plan_of(found.problem, one, graph) for one in kept]
+    outlooks = [plan_of(found.problem, one, graph, is_exact=False).predicted for one in kept]
     timed = [
-        replace(one, seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
-        for one, plan in zip(kept, plans, strict=True)
+        replace(one, seconds=outlook.seconds, latency_s=outlook.latency_s)
+        for one, outlook in zip(kept, outlooks, strict=True)
     ]
-    least = min(range(len(plans)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
+    least = min(range(len(timed)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
     is_tied = (
         timed[0].seconds <= timed[least].seconds * (1 + found.problem.tie)
         and timed[0].numerics <= timed[least].numerics
     )
     chosen = 0 if is_tied else least
+    plan = plan_of(found.problem, kept[chosen], graph)
+    timed[chosen] = replace(timed[chosen], seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
     listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
     ranked = sorted(listed, key=lambda one: one.seconds)
     simpler = found.why_simpler if chosen == 0 else ""
@@ -98,9 +100,8 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     # an engine has the weights of its model, without what the trainer adds to them: the trainer's shape says more
     models = {role.model: role.shape for role in sorted(found.problem.roles, key=lambda role: role.is_trained)}
     shapes = tuple(sorted(models.items()))
-    return replace(
-        plans[chosen], models=shapes, searched=_searched(placed, bound_s(found.problem, timed[least].seconds))
-    )
+    known_s = min(one.seconds for one in timed)
+    return replace(plan, models=shapes, searched=_searched(placed, bound_s(found.problem, known_s)))
 
 
 def _searched(found: Found, least_s: float) -> Searched:

@@ -2,7 +2,7 @@
 
 Bytes are those of the boxes of `flowrl.planner.reshard`. Where engine and trainer share a mesh of one node, the order of the
 engine's ranks is the one under which the busiest device receives least; an order that takes a tensor-parallel group across nodes
-is never taken. Above `MOST_DEVICES` the closed form of `flowrl.planner.handover` stands, and a setting of the step says so.
+is never taken. On more than `MOST_DEVICES` the closed form of `flowrl.planner.handover` stands; a setting of the step says so.
 
 Weights change in place, so that all devices of both sides meet first: a step of kind sync, which takes a message's time for each
 doubling of the devices.
@@ -27,7 +27,7 @@ from flowrl.planner.steps import Predicted, Step
 from flowrl.planner.tasks import Lane, StepKind
 
 MOST_DEVICES = 96
-"""Of both sides together, for which boxes are counted: half a second and more beyond."""
+"""For which boxes are counted: some tenths of a second, and more beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Exact:
 
 def weights(draft: Draft) -> Draft:
     """Exact handovers, assignments of weights, and the waits before them."""
-    return _synced(_assigned(_exact(draft)))
+    return _synced(_assigned(_exact(draft) if draft.is_exact else draft))
 
 
 # ----------------------------------------------------------------------------------------------------------- handovers
@@ -90,7 +90,7 @@ def exact(
 ) -> Exact | None:
     """A reshard counted box by box, in the order of the target's ranks that moves least; None where that would take too long,
     or where the layouts do not cut the model evenly."""
-    if source.size + target.size > MOST_DEVICES:
+    if len({*source.devices, *target.devices}) > MOST_DEVICES:
         return None
     per_node = cluster.devices_per_node
     orders = [taking]

@@ -80,12 +80,27 @@ def test_across_nodes_the_network_is_taken_too():
 
 
 def test_many_devices_have_the_closed_form():
-    assert (
-        exact(QWEN_7B, TWO, Mesh(0, MOST_DEVICES), Layout(fsdp=MOST_DEVICES), Mesh(0, 8), Layout(dp=8), False) is None
-    )
-    plan = plan_with("(gen:d16t4 + policy:f64 + ref:f64)", "64xH100-80G")
+    many = Mesh(0, 2 * MOST_DEVICES)
+    assert exact(QWEN_7B, TWO, many, Layout(fsdp=many.size), Mesh(0, 8), Layout(dp=8), False) is None
+    plan = plan_with("(gen:d32t4 + policy:f128 + ref:f128)", "128xH100-80G")
     step = next(step for step in plan.steps if step.name == "gen.weights")
     assert dict(step.settings)["bytes"] == "closed form" and step.predicted.num_bytes > 0
+
+
+def test_sixty_four_devices_are_counted_box_by_box():
+    cluster, whole = Cluster.named("64xH100-80G"), Mesh(0, 64)
+    found = exact(QWEN_7B, cluster, whole, Layout(fsdp=64), whole, Layout(dp=16, tp=4), False)
+    assert found is not None and found.total_bytes > found.across_bytes > 0
+    # each node lacks seven eighths of the model, and gets them once
+    assert found.across_bytes == pytest.approx(8 * 7 / 8 * 2 * QWEN_7B.params(), rel=0.01)
+
+
+def test_plans_that_are_only_compared_differ_by_milliseconds():
+    problem, graph = problem_of(grpo.graph(), models={"policy": QWEN_7B, "ref": QWEN_7B}, cluster=NODE, workload=WORK)
+    best = search(problem).best
+    assert best is not None
+    one, other = plan_of(problem, best, graph), plan_of(problem, best, graph, is_exact=False)
+    assert one.predicted.seconds == pytest.approx(other.predicted.seconds, abs=0.01)
 
 
 def test_a_reference_that_follows_the_policy():
