@@ -9,10 +9,8 @@ in the head forbids it, and all texts are escaped.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable
-from importlib.resources import files
 from typing import Any
 
 from flowrl.graph.flows import Flow
@@ -23,10 +21,11 @@ from flowrl.viz import units
 from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, dataflow
 from flowrl.viz.devices import device_map
 from flowrl.viz.flowchart import edge_table, flowchart
+from flowrl.viz.frame import document, folded, in_frame, json_markup, legend, navigation, section, table
 from flowrl.viz.gantt import gantt
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
-from flowrl.viz.palette import KINDS, css, hatches, swatch
+from flowrl.viz.palette import KINDS, swatch
 from flowrl.viz.residuals import residuals, sentence, table as residual_table
 from flowrl.viz.scene import GREY, Scene, place_of, scene
 from flowrl.viz.stacks import Stack, stacks, used
@@ -35,8 +34,6 @@ from flowrl.viz.verdict import Figure, figures, strip
 from flowrl.viz.versions import histogram, version_lane, versions
 from flowrl.viz.why import looked_at, pareto, table as rival_table
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content-Security-Policy of the page."""
 MOST_CHARTS = 6
 """Memory charts of each sort; the fullest are drawn and the others are named."""
 
@@ -58,80 +55,38 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
     if isinstance(measured, Comparison) and measured.measured_s is not None:
         shown = (shown[0], _measured_figure(measured), *shown[1:])
     parts = [
-        _section("timeline", "Timeline", _timeline(drawn, spans)),
-        _section("devices", "Devices", _devices(drawn, on_devices)),
-        _section("memory", "Memory", _memory(drawn, on_devices, on_hosts, spans)),
-        _section("dataflow", "Dataflow", _dataflow(dataflow(drawn, graph))),
-        _section("why", "Why this plan", _why(plan)),
+        section("timeline", "Timeline", timeline(drawn, spans)),
+        section("devices", "Devices", _devices(drawn, on_devices)),
+        section("memory", "Memory", _memory(drawn, on_devices, on_hosts, spans)),
+        section("dataflow", "Dataflow", _dataflow(dataflow(drawn, graph))),
+        section("why", "Why this plan", _why(plan)),
     ]
     if spans:
-        parts.append(_section("measured", "Predicted and measured", _measured(drawn, spans)))
+        parts.append(section("measured", "Predicted and measured", predicted_and_measured(drawn, spans)))
     if plan.max_staleness:
-        parts.append(_section("versions", "Versions of the weights", _versions(drawn)))
-    parts.append(_section("steps", "Steps", _steps(drawn)))
-    title = f"plan {plan.name}"
-    body = [hatches(), _head(plan, shown), _nav(parts), tag("main", *(part for _, _, part in parts)), _foot(plan)]
-    return _page(title, plan, drawn, on_devices, on_hosts, join(*body))
-
-
-def _page(
-    title: str, plan: Plan, drawn: Scene, devices: tuple[Stack, ...], hosts: tuple[Stack, ...], body: Markup
-) -> str:
+        parts.append(section("versions", "Versions of the weights", _versions(drawn)))
+    parts.append(section("steps", "Steps", _steps(drawn)))
+    body = [_head(plan, shown), navigation(parts), tag("main", *(part.markup for part in parts)), _foot(plan)]
     facts = {
         "data-makespan-s": repr(drawn.makespan_s),
-        "data-device-bytes": str(max((one.usage.peak_bytes for one in devices), default=0)),
-        "data-host-bytes": str(max((one.usage.peak_bytes for one in hosts), default=0)),
+        "data-device-bytes": str(max((one.usage.peak_bytes for one in on_devices), default=0)),
+        "data-host-bytes": str(max((one.usage.peak_bytes for one in on_hosts), default=0)),
     }
-    attributes = "".join(f' {name}="{value}"' for name, value in facts.items())
-    head = join(
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width,initial-scale=1"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
-        Markup(f"<style>{css()}{asset('page.css')}</style>"),
-    )
     data = Markup(f'<script type="application/json" id="plan">{plan_data(plan)}</script>')
-    script = Markup(f"<script>{asset('page.js')}</script>")
-    return f'<!doctype html>\n<html lang="en"{attributes}><head>{head}</head><body>\n{body}\n{data}\n{script}\n</body></html>\n'
-
-
-def asset(name: str) -> str:
-    """A file of the package's own, as text."""
-    return files("flowrl.viz").joinpath("assets", name).read_text(encoding="utf-8")
+    return document(f"plan {plan.name}", join(*body), scripts=("page.js",), data=(data,), facts=facts)
 
 
 def plan_data(plan: Plan) -> Markup:
     """The plan's JSON for a script element: nothing in it can end the element or begin another."""
-    compact = json.dumps(json.loads(plan.to_json()), separators=(",", ":"), allow_nan=False)
-    for letter in "<>&":
-        compact = compact.replace(letter, f"\\u{ord(letter):04x}")
-    return Markup(compact)  # other letters than ASCII are escaped by json.dumps
+    return json_markup(json.loads(plan.to_json()))
 
 
 def notebook_html(plan: Plan, graph: Flow | Graph | None = None, *, height: int = 760) -> str:
     """The page in a frame of its own, for notebooks: neither's style reaches the other."""
-    page = html.escape(plan_html(plan, graph), quote=True)
-    return (
-        f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{html.escape(f"plan {plan.name}")}" '
-        f'style="width:100%;height:{height}px;border:0"></iframe>'
-    )
+    return in_frame(plan_html(plan, graph), f"plan {plan.name}", height=height)
 
 
 # ---------------------------------------------------------------------------------------------------------- sections
-
-
-def _section(name: str, title: str, inside: Markup) -> tuple[str, str, Markup]:
-    return (
-        name,
-        title,
-        tag("section", tag("h2", title, id=f"{name}-head"), inside, id=name, aria_labelledby=f"{name}-head"),
-    )
-
-
-def _nav(parts: list[tuple[str, str, Markup]]) -> Markup:
-    links = (tag("a", title, href=f"#{name}") for name, title, _ in parts)
-    return tag("nav", tag("div", *links), aria_label="Parts of the page")
 
 
 def _head(plan: Plan, shown: tuple[Figure, ...]) -> Markup:
@@ -160,7 +115,7 @@ def _foot(plan: Plan) -> Markup:
     return tag("footer", tag("p", words))
 
 
-def _timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
+def timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
     alone = ""
     if drawn.plan.max_staleness:
         alone = (
@@ -175,17 +130,13 @@ def _timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
         f"critical path; hatched grey is idle, with what it waits for.{outlines}{alone}"
     )
     kinds = dict.fromkeys(bar.step.kind for bar in drawn.bars if KINDS[bar.step.kind][0])
-    roles = [_legend(swatch(hue, hatched), name, "r", name) for name, hue, hatched in drawn.roles]
+    roles = [legend(swatch(hue, hatched), name, "r", name) for name, hue, hatched in drawn.roles]
     if any(not bar.role for bar in drawn.bars):
-        roles.append(_legend(swatch(GREY), "no model", "r", "(no model)"))
-    moves = [_legend(swatch(GREY, KINDS[kind][0]), KINDS[kind][1]) for kind in kinds]
+        roles.append(legend(swatch(GREY), "no model", "r", "(no model)"))
+    moves = [legend(swatch(GREY, KINDS[kind][0]), KINDS[kind][1]) for kind in kinds]
     return join(
         tag("p", words, class_="lead"), tag("ul", *roles, *moves, class_="legend"), tag("figure", gantt(drawn, spans))
     )
-
-
-def _legend(mark: Markup, name: str, kind: str = "", value: str = "") -> Markup:
-    return tag("li", mark, tag("span", name), data_filter=kind or None, data_value=value if kind else None)
 
 
 def _devices(drawn: Scene, on_devices: tuple[Stack, ...]) -> Markup:
@@ -203,7 +154,7 @@ def _memory(
     words = "Predicted by the simulator that decided whether the plan fits. Devices whose memory is the same are drawn once."
     if any(one.device_bytes is not None for one in spans):
         words += " Dashed lines are measured: the most that a device held during a step."
-    kinds = [_legend(swatch(one.hue, one.hatch), one.name, "c", one.name) for one in used(drawn.plan)]
+    kinds = [legend(swatch(one.hue, one.hatch), one.name, "c", one.name) for one in used(drawn.plan)]
     drawings: list[Markup] = []
     for name, found in (("devices", on_devices), ("hosts", on_hosts)):
         for index, stack in enumerate(found[:MOST_CHARTS]):
@@ -232,7 +183,7 @@ def _peaks(found: tuple[Stack, ...]) -> Markup:
             tag("td", parts, class_="wrap"),
         )
         rows.append(tag("tr", tag("th", stack.name, scope="row"), *cells))
-    return _folded("Peaks as a table", _table(head, rows))
+    return folded("Peaks as a table", table(head, rows))
 
 
 def _dataflow(flow: Dataflow) -> Markup:
@@ -252,7 +203,7 @@ def _dataflow(flow: Dataflow) -> Markup:
     )
     return join(
         tag("p", words, class_="lead"), tag("ul", *items, class_="legend"), tag("figure", flowchart(flow)),
-        _folded("Edges as a table, with columns", edge_table(flow)),
+        folded("Edges as a table, with columns", edge_table(flow)),
     )  # fmt: skip
 
 
@@ -278,10 +229,10 @@ def _why(plan: Plan) -> Markup:
     return join(tag("p", words, class_="lead"), tag("div", rival_table(plan), class_="scroll"), figure)
 
 
-def _measured(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
+def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
     return join(
         tag("p", sentence(drawn, spans)), tag("figure", residuals(drawn, spans)),
-        _folded("Steps, predicted and measured, as a table", residual_table(drawn, spans)),
+        folded("Steps, predicted and measured, as a table", residual_table(drawn, spans)),
     )  # fmt: skip
 
 
@@ -333,12 +284,4 @@ def _steps(drawn: Scene) -> Markup:
     words = (
         "In the order in which they start; * is on the critical path. Start, seconds, moved and memory are predicted."
     )
-    return join(tag("p", words, class_="lead"), tag("div", _table(head, rows), class_="scroll"))
-
-
-def _table(head: tuple[str, ...], rows: list[Markup]) -> Markup:
-    return tag("table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", *rows))
-
-
-def _folded(words: str, inside: Markup) -> Markup:
-    return tag("details", tag("summary", words), tag("div", inside, class_="scroll"))
+    return join(tag("p", words, class_="lead"), tag("div", table(head, rows), class_="scroll"))

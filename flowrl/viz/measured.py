@@ -65,7 +65,7 @@ def _compared(plan: Plan, comparison: Comparison) -> list[Seen]:
     # the memory of a whole process is no memory of a device
     has_devices = comparison.memory == "device"
     return [
-        Seen(step.name, step.measured_s, None, step.measured_bytes if has_devices else None)
+        Seen(step.name, step.measured_s, step.start_s, step.measured_bytes if has_devices else None)
         for step in comparison.steps
         if step.measured_s is not None
     ]

@@ -12,8 +12,9 @@ from flowrl.schema.columns import nearest
 from flowrl.viz.dataflow import dataflow
 from flowrl.viz.devices import device_map
 from flowrl.viz.flowchart import flowchart
+from flowrl.viz.frame import asset
 from flowrl.viz.gantt import gantt
-from flowrl.viz.html import Measurements, asset
+from flowrl.viz.html import Measurements
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
 from flowrl.viz.palette import css, hatches

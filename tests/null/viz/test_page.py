@@ -19,7 +19,8 @@ from flowrl.planner.steps import Plan
 from flowrl.planner.tasks import Hold, Lane, StepKind
 from flowrl.planner.views import VIEWS, view
 from flowrl.trace import Event
-from flowrl.viz.html import POLICY, asset, notebook_html, plan_html
+from flowrl.viz.frame import POLICY, asset
+from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.single import PICTURES
 from flowrl.viz.svg import clean
@@ -192,7 +193,7 @@ def ran(plan: Plan, attribute: str = "device_bytes") -> Comparison:
 
 def test_a_comparison_of_a_run_is_read() -> None:
     plan = large()
-    assert seen(plan, ran(plan)) == (Seen("rollout", 50.0, None, 20),)
+    assert seen(plan, ran(plan)) == (Seen("rollout", 50.0, 0.0, 20),)
     assert seen(plan, ran(plan, "process_bytes")) == (Seen("rollout", 50.0),), (
         "the memory of a process is not that of a device"
     )
