@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flowrl.cost.text import aligned
 from flowrl.mesh import Mesh
-from flowrl.planner.tasks import Lane, StepKind
+from flowrl.planner.tasks import ASSUMED, Lane, StepKind
 
 if TYPE_CHECKING:
     from flowrl.planner.steps import Plan, Step
@@ -36,6 +36,8 @@ def table(plan: Plan) -> str:
     ]
     rows = [HEAD, *(_row(plan, first, steps) for first, steps in _grouped(plan))]
     foot = "* on the critical path; start, seconds, moved and memory are predicted"
+    if any(ASSUMED in step.settings for step in plan.steps):
+        foot += ", seconds of operators assumed"
     return "\n".join([*head, "", *aligned(rows, "rlllllrrrr"), "", foot])
 
 

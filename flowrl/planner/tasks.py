@@ -11,6 +11,9 @@ from enum import StrEnum
 
 from flowrl.errors import ConfigError
 
+ASSUMED = ("seconds", "assumed")
+"""Setting of a step whose seconds come from an assumed rate."""
+
 
 class StepKind(StrEnum):
     """What a step of a plan does. The runtime knows these, never roles."""

@@ -13,7 +13,7 @@ from flowrl.mesh import Mesh
 from flowrl.planner.draft import Draft
 from flowrl.planner.rows import RowWork, row_work
 from flowrl.planner.steps import Predicted, Step
-from flowrl.planner.tasks import Lane, StepKind
+from flowrl.planner.tasks import ASSUMED, Lane, StepKind
 
 
 def operators(draft: Draft) -> Draft:
@@ -61,4 +61,4 @@ def _step(draft: Draft, work: RowWork, home: Mesh, after: tuple[str, ...]) -> St
     if work.is_whole and len(nodes) > 1:
         mesh, seconds = Mesh(home.first, min(home.size, (nodes[0] + 1) * per_node - home.first)), work.seconds
     return Step(work.name, work.name, StepKind.COMPUTE, mesh, (Lane.HOST,), Predicted(seconds), after,
-                reads=tuple(column.name for column in work.reads))  # fmt: skip
+                reads=tuple(column.name for column in work.reads), settings=(ASSUMED,))  # fmt: skip

@@ -85,6 +85,8 @@ def test_a_flow_to_a_plan_and_back(asked):
     assert calls | {"kl_shaped", "gae", "gen.weights", "gen.weights.sync"} <= set(steps)
     assert all(steps[name].reads for name in calls)
     assert steps["kl_shaped"].reads == ("loss_mask", "old_logprobs", "ref_logprobs", "reward")
+    assert steps["gae"].settings == (("seconds", "assumed"),)
+    assert str(plan).endswith("predicted, seconds of operators assumed")
     assert steps["gae"].lanes == (Lane.HOST,) and "gae" in steps["update"].after
 
 
