@@ -28,7 +28,7 @@ from benchmarks.predict_worker import CHUNK, Case, Job
 from flowrl.cost.compute import forward_s
 from flowrl.cost.configs import known_models, shape_of_config
 from flowrl.cost.memory import train_memory
-from flowrl.cost.train import score_s, train_step
+from flowrl.cost.train import forward_pass_s, train_step
 from flowrl.engines.calibrate import calibrate
 from flowrl.engines.calibrate.processes import read, run_processes
 from flowrl.mesh import Cluster, Mesh
@@ -49,8 +49,8 @@ DEADLINE_S = 240.0
 HEADING = """\
 A step is two micro-batches on each device and Adam. forward and backward add up to compute; score is a forward pass without
 gradients over one micro-batch; communication is what a step gathers and reduces, with nothing else going on (in a step it is
-hidden); state is weights, gradients and moments; allocated is the most that tensors take at once; device is the most that is taken
-from the device, with what the allocator holds and the context."""
+hidden); state is weights, gradients and moments; allocated is the most that tensors take at once; device is the most that is
+taken from the device, with what the allocator holds and the context."""
 
 
 def cases(models: Sequence[str], *, tiny: bool) -> list[Case]:
@@ -70,7 +70,7 @@ def predicted(case: Case, cluster: Cluster, devices: int) -> dict[str, float]:
     lengths = one * case.micro_batches
     step = train_step(shape, cluster, Mesh(0, devices), lengths, tokens=case.tokens)
     memory = train_memory(shape, cluster, shards=devices, tokens=case.tokens, chunk=CHUNK)
-    forward = forward_s(shape, cluster, devices, lengths, micro_batches=case.micro_batches)
+    forward = forward_s(shape, cluster, devices, lengths, micro_batches=case.micro_batches, is_sharded=True)
     parts = (
         memory.state_bytes,
         memory.gather_bytes,
@@ -85,7 +85,7 @@ def predicted(case: Case, cluster: Cluster, devices: int) -> dict[str, float]:
         "optimizer_s": step.optimizer_s,
         "communication_s": step.communication_s,
         "step_s": step.total_s,
-        "score_s": score_s(shape, cluster, devices, one),
+        "score_s": forward_pass_s(shape, cluster, Mesh(0, devices), one, tokens=case.tokens),
         "state_bytes": memory.state_bytes,
         "allocated_bytes": sum(parts),
         "device_bytes": memory.total_bytes,
@@ -121,12 +121,12 @@ def title(case: Case) -> str:
     return f"{case.name}, {case.rows} x {case.sequence:,} tokens"
 
 
-def ratios(numbers: Sequence[dict[str, Any]], todo: Sequence[Case]) -> str:
+def ratios(numbers: Sequence[dict[str, Any]]) -> str:
     """Predicted over measured, a line for each case. In parentheses: more than allowed away from 1."""
     terms = list(numbers[0]["predicted"])
     rows = []
-    for index, one in enumerate(numbers):
-        row = [title(todo[index % len(todo)]), str(one["devices"])]
+    for one in numbers:
+        row = [title(Case(**one["case"])), str(one["devices"])]
         for name in terms:
             found = one["measured"].get(name)
             ratio = one["predicted"][name] / found if found else None
@@ -165,9 +165,12 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument(
         "--allocator", choices=("expandable", "fixed"), default="expandable", help="segments of PyTorch's allocator"
     )
+    options.add_argument("--measured", help="what --json of another run wrote: predict those cases, measure nothing")
     options.add_argument("--json", help="also write all numbers to this file")
     options.add_argument("--save", action="store_true")
     given = options.parse_args(argv)
+    if given.measured:
+        return again(Path(given.measured), Cluster.from_toml(given.cluster), save=given.save)
     is_gpu = torch.cuda.is_available()
     if not is_gpu and not given.tiny:
         print("predict needs a CUDA device; --tiny runs it on a CPU")
@@ -179,19 +182,33 @@ def main(argv: Sequence[str]) -> int:
     cluster = Cluster.from_toml(given.cluster) if given.cluster else calibrate(devices=max(counts), quick=given.quick)
     print(cluster.to_toml(), f"\ncalibrated in {time.perf_counter() - begun:.1f} s", flush=True)
     todo = cases(given.models.split(","), tiny=given.tiny)
-    rows, numbers = [], []
+    numbers = []
     for devices in counts:
         for case, found in zip(todo, measured(todo, devices, is_gpu=is_gpu), strict=True):
             said = predicted(case, cluster, devices)
-            rows += lines(case, devices, said, found)
             numbers.append({"case": asdict(case), "devices": devices, "predicted": said, "measured": found})
         print(f"{devices}: measured after {time.perf_counter() - begun:.1f} s", flush=True)
-    header = ["model, micro-batch", "devices", "term", "predicted", "measured", "predicted/measured", ""]
-    text = f"{ratios(numbers, todo)}\n\n{table(header, rows)}"
-    whole = {"cluster": cluster.to_toml(), "cases": numbers}
     if given.json:
-        Path(given.json).write_text(json.dumps(whole, indent=1))
-    device = cluster.device.name.lower()
-    heading = f"{max(counts)} x {device}. {HEADING}\n\n"
-    report("predict", heading + text, whole, save=given.save, file=f"predict-{device}")
+        Path(given.json).write_text(json.dumps({"cluster": cluster.to_toml(), "cases": numbers}, indent=1))
+    show(numbers, cluster, save=given.save)
     return 0
+
+
+def again(path: Path, cluster: Cluster, *, save: bool) -> int:
+    """Predictions for what an earlier run measured, by a cluster of another calibration."""
+    numbers = json.loads(path.read_text())["cases"]
+    for one in numbers:
+        one["predicted"] = predicted(Case(**one["case"]), cluster, one["devices"])
+    show(numbers, cluster, save=save)
+    return 0
+
+
+def show(numbers: list[dict[str, Any]], cluster: Cluster, *, save: bool) -> None:
+    rows = [
+        row for one in numbers for row in lines(Case(**one["case"]), one["devices"], one["predicted"], one["measured"])
+    ]
+    header = ["model, micro-batch", "devices", "term", "predicted", "measured", "predicted/measured", ""]
+    device, most = cluster.device.name.lower(), max(one["devices"] for one in numbers)
+    text = f"{most} x {device}. {HEADING}\n\n{ratios(numbers)}\n\n{table(header, rows)}"
+    whole = {"cluster": cluster.to_toml(), "cases": numbers}
+    report("predict", text, whole, save=save, file=f"predict-{device}")

@@ -39,7 +39,7 @@ def summary(cluster: Cluster) -> str:
          f"{_percent(part.adam)} in Adam's step, {_percent(part.decode_hbm)} in decode steps"),
         ("beside products", f"training {beside.train_passes:.3g} passes over what layers keep and {beside.train_logit_bytes:.3g} "
          f"bytes a logit; forward {beside.forward_passes:.3g} and {beside.forward_logit_bytes:.3g}; sharding "
-         f"{beside.train_shard_bytes:.3g} bytes a parameter"),
+         f"{beside.train_shard_bytes:.3g} and {beside.forward_shard_bytes:.3g} bytes a parameter"),
         ("start of a layer", f"{beside.train_layer_s * 1e3:.3g} ms in training, {beside.forward_layer_s * 1e3:.3g} ms forward"),
         ("host", f"{host.pcie_per_device_bytes_s / 1e9:.4g} GB/s to and from each device while all copy; Adam "
          f"{host.cpu_adam_params_s / 1e9:.3g}e9 parameters/s"),

@@ -32,12 +32,15 @@ def forward_s(
     lengths: Sequence[int],
     *,
     micro_batches: int = 1,
+    tensor_parallel: int = 1,
+    is_sharded: bool = False,
     with_logits: bool = True,
     constants: MemoryConstants | None = None,
 ) -> float:
     """A forward pass without gradients over sequences of the given lengths, spread over `devices`.
 
-    `with_logits` is off where no loss or log-probability of the tokens is computed, as when an engine reads a prompt.
+    `is_sharded`: weights are gathered for each micro-batch, as a trainer's are. `with_logits` is off where no loss or
+    log-probability of the tokens is computed, as when an engine reads a prompt.
     """
     beside, part, tokens = cluster.overheads, cluster.efficiency, sum(lengths)
     forward = forward_flops(shape, lengths)
@@ -49,8 +52,10 @@ def forward_s(
         layer_bytes=_layer_bytes(shape, tokens, beside.forward_passes, constants),
         logit_bytes=_logits(shape, tokens) * per_logit,
     )
+    per_param = beside.forward_shard_bytes / tensor_parallel if is_sharded else 0.0
+    sharded_bytes = micro_batches * per_param * shape.params()
     starts_s = micro_batches * shape.layers * beside.forward_layer_s
-    return work.seconds(cluster, devices, part.forward, part.forward_attention, 0.0, starts_s)
+    return work.seconds(cluster, devices, part.forward, part.forward_attention, sharded_bytes, starts_s)
 
 
 def train_compute_s(

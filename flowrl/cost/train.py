@@ -218,7 +218,10 @@ def forward_pass_s(
     gather_s = ring.all_gather_s(2.0 * shape.params() / layout.tp)
     each_bytes = 2.0 * shape.hidden * total / (ranks * count)
     exchange_s = count * _exchange_s(cluster, layout.tp, each_bytes, 2 * shape.layers + 1, sequence_parallel)
-    longest = max(forward_s(shape, cluster, mesh.size, lengths, micro_batches=count), count * gather_s)
+    compute_s = forward_s(
+        shape, cluster, mesh.size, lengths, micro_batches=count, tensor_parallel=layout.tp, is_sharded=True
+    )
+    longest = max(compute_s, count * gather_s)
     return longest + exchange_s + _first_gather_s(shape, ring, layout.tp)
 
 

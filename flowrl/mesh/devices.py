@@ -96,6 +96,8 @@ class Overheads:
     train_shard_bytes: float = 0.0
     """Moved by each device for each parameter and micro-batch where weights are sharded: what is gathered is cast and copied, and
     gradients are cast, copied and added."""
+    forward_shard_bytes: float = 0.0
+    """The same of a forward pass alone, which gathers once and reduces nothing."""
     train_layer_s: float = 0.0
     """Least time of a layer and micro-batch, however few its tokens: the host starts kernels one after the other."""
     forward_layer_s: float = 0.0

@@ -18,6 +18,7 @@ Processes start anew with the interpreter's `-m`, so a caller needs no `__main__
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from flowrl.errors import ConfigError
@@ -46,7 +47,14 @@ def calibrate(*, devices: int | None = None, quick: bool = False, deadline_s: fl
     most, what = (found, "GPUs") if found else (cores, "cores for one process each")
     if not 1 <= count <= most:
         raise ConfigError(f"calibrate needs 1 to {most} devices, as this machine has {most} {what}; found {count}")
+    load = os.getloadavg()[0]
     results = run_workers(count, is_gpu=found > 0, quick=quick, deadline_s=deadline_s)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     now = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
-    return assemble(results, host_bytes=host_bytes, calibrated_at=now.isoformat())
+    cluster = assemble(results, host_bytes=host_bytes, calibrated_at=now.isoformat())
+    if load > cores / 2:
+        busy = (
+            f"the machine was busy: load {load:.1f} on {cores} cores before anything was measured; figures are too low"
+        )
+        cluster = replace(cluster, notes=(*cluster.notes, busy))
+    return cluster

@@ -122,9 +122,9 @@ class _Maker:
             eta = min(1.0, 1 / (per_flop * peak))
             overheads = replace(cluster.overheads, **{f"{kind}_passes": per_byte * bandwidth})
             if self.values.get("loss"):
-                flops, logits, took = _slowest_rows([[one[kind]] for one in self.values["loss"]])[0]
-                rest = max(0.0, took - flops / (peak * eta))
-                overheads = replace(overheads, **{f"{kind}_logit_bytes": rest / logits * bandwidth})
+                rows = _slowest_rows([one[kind] for one in self.values["loss"]])
+                _, per_logit = fit([Sample(*row) for row in rows], least_per_flop=1 / peak)
+                overheads = replace(overheads, **{f"{kind}_logit_bytes": per_logit * bandwidth})
             cluster = replace(cluster, efficiency=replace(cluster.efficiency, **{kind: eta}), overheads=overheads)
         self.missing("loss", "what a loss moves is not counted")
         return cluster
@@ -132,8 +132,10 @@ class _Maker:
     def sharded(self, cluster: Cluster) -> Cluster:
         if self.missing("sharded", "what sharded weights move is not counted"):
             return cluster
-        moved = max(self.values["sharded"]) * cluster.device.hbm_bytes_s * cluster.efficiency.hbm
-        return replace(cluster, overheads=replace(cluster.overheads, train_shard_bytes=moved))
+        bandwidth = cluster.device.hbm_bytes_s * cluster.efficiency.hbm
+        train, forward = (max(one[kind] for one in self.values["sharded"]) * bandwidth for kind in ("train", "forward"))
+        overheads = replace(cluster.overheads, train_shard_bytes=train, forward_shard_bytes=forward)
+        return replace(cluster, overheads=overheads)
 
     def starts(self, cluster: Cluster) -> Cluster:
         if self.missing("starts", "the start of kernels is not counted"):

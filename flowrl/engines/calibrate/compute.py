@@ -148,27 +148,27 @@ def passes(model: nn.Module, states: Tensor, *, keep: bool = False) -> tuple[Cal
     return forward, train
 
 
-def loss(device: torch.device, effort: Effort) -> dict[str, tuple[float, float, float]]:
-    """`forward` and `train` -> (FLOP, logits, seconds) of a head and a loss in chunks."""
-    hidden, tokens = effort.layers[-1].hidden // 2, 4 * effort.chunk
-    dtype = dtype_of(device)
-    head = nn.Linear(hidden, effort.vocab, bias=False, device=device, dtype=dtype)
-    states = torch.randn(tokens, hidden, device=device, dtype=dtype)
-    labels = torch.randint(effort.vocab, (tokens,), device=device)
+def loss(device: torch.device, effort: Effort) -> dict[str, list[tuple[float, float, float]]]:
+    """`forward` and `train` -> (FLOP, logits, seconds) of a head and a loss in chunks, of a narrow model and a wide one."""
+    found: dict[str, list[tuple[float, float, float]]] = {"forward": [], "train": []}
+    tokens, dtype = 2 * effort.chunk, dtype_of(device)
+    for hidden in (effort.layers[0].hidden, effort.layers[-1].hidden):
+        head = nn.Linear(hidden, effort.vocab, bias=False, device=device, dtype=dtype)
+        states = torch.randn(tokens, hidden, device=device, dtype=dtype)
+        labels = torch.randint(effort.vocab, (tokens,), device=device)
 
-    @torch.no_grad()
-    def forward() -> None:
-        chunked_loss(head, states, labels, effort.chunk)
+        @torch.no_grad()
+        def forward(head: nn.Linear = head, states: Tensor = states, labels: Tensor = labels) -> None:
+            chunked_loss(head, states, labels, effort.chunk)
 
-    def train() -> None:
-        chunked_loss(head, states.detach().requires_grad_(), labels, effort.chunk).backward()
-        head.zero_grad(set_to_none=True)
+        def train(head: nn.Linear = head, states: Tensor = states, labels: Tensor = labels) -> None:
+            chunked_loss(head, states.detach().requires_grad_(), labels, effort.chunk).backward()
+            head.zero_grad(set_to_none=True)
 
-    once, logits = 2.0 * hidden * effort.vocab * tokens, float(effort.vocab * tokens)
-    return {
-        "forward": (once, logits, busy(forward, device, rounds=effort.rounds)),
-        "train": (4 * once, logits, busy(train, device, rounds=effort.rounds)),
-    }
+        once, logits = 2.0 * hidden * effort.vocab * tokens, float(effort.vocab * tokens)
+        found["forward"].append((once, logits, busy(forward, device, rounds=effort.rounds)))
+        found["train"].append((4 * once, logits, busy(train, device, rounds=effort.rounds)))
+    return found
 
 
 def decode(device: torch.device, effort: Effort) -> list[tuple[int, float, float]]:

@@ -97,16 +97,20 @@ def starts(device: torch.device, effort: Effort, world: int) -> dict[str, float]
     return {"forward": each[0], "train": each[1]}
 
 
-def shard_s(device: torch.device, effort: Effort, world: int) -> float:
-    """Seconds that the device works for each parameter of a sharded layer and micro-batch, besides what it does for an unsharded
-    one and besides transfers: casts, copies, sums of gradients. Of few tokens, so that products take little."""
+def shard_s(device: torch.device, effort: Effort, world: int) -> dict[str, float]:
+    """`forward` and `train` -> seconds that the device works for each parameter and micro-batch because weights are sharded.
+
+    Casts, copies, sums of gradients: what is left of a sharded layer without its transfers and without what an unsharded layer
+    takes. With few tokens, so that products take little.
+    """
     one = effort.layers[-1]
     states = torch.randn(1, FEW_TOKENS, one.hidden, dtype=dtype_of(device), device=device)
     with torch.device(device):
         plain = stack(one, FEW_LAYERS, recompute=True).to(dtype_of(device))
     count = sum(weight.numel() for weight in plain.layers.parameters())
-    _, train = passes(plain, states)
-    alone_s = busy(train, device, rounds=effort.rounds)
-    del plain, train
-    _, train = passes(sharded(one, FEW_LAYERS, init_device_mesh(device.type, (world,))), states, keep=True)
-    return max(0.0, busy(train, device, rounds=effort.rounds, without="nccl") - alone_s) / count
+    alone = [busy(work, device, rounds=effort.rounds) for work in passes(plain, states)]
+    del plain
+    cut = sharded(one, FEW_LAYERS, init_device_mesh(device.type, (world,)))
+    found = [busy(work, device, rounds=effort.rounds, without="nccl") for work in passes(cut, states, keep=True)]
+    each = [max(0.0, b - a) / count for a, b in zip(alone, found, strict=True)]
+    return {"forward": each[0], "train": each[1]}

@@ -95,7 +95,9 @@ def _measure(job: Job, device: Any, log: Log) -> None:
     together: dict[str, Callable[[], Any]] = {
         "products": lambda: compute.products(device, effort),
         "copy": lambda: compute.copy_bytes_s(device, effort),
-        "decode": lambda: compute.decode(device, effort),  # before kernels are traced, which graphs do not always survive
+        "decode": lambda: compute.decode(
+            device, effort
+        ),  # before kernels are traced, which graphs do not always survive
         "layers": lambda: compute.layers(device, effort),
         "attention": lambda: compute.attention(device, effort),
         "adam": lambda: compute.adam_bytes_s(device, effort),

@@ -27,13 +27,18 @@ SMALL = replace(
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures a machine without a GPU")
 
 
+def failed(cluster: Cluster) -> list[str]:
+    """Notes of what could not be measured; that other programs run beside a test is none."""
+    return [note for note in cluster.notes if not note.startswith("the machine was busy")]
+
+
 @pytest.fixture(scope="module")
 def two() -> Cluster:
     return calibrate(devices=min(2, os.cpu_count() or 1), quick=True, deadline_s=200)
 
 
 def test_two_processes_measure_everything(two: Cluster) -> None:
-    assert two.notes == ()
+    assert failed(two) == []
     assert two.calibrated_at
     assert two.device.name == "cpu" and two.device.peak_flops > 1e8
     operations = {one.operation for one in two.measured}
@@ -51,7 +56,7 @@ def test_what_was_measured_survives_its_file(two: Cluster, tmp_path: Path) -> No
 
 def test_one_process_has_no_links() -> None:
     cluster = calibrate(devices=1, quick=True, deadline_s=200)
-    assert cluster.num_devices == 1 and cluster.notes == ()
+    assert cluster.num_devices == 1 and failed(cluster) == []
     assert {one.operation for one in cluster.measured} == {"to_device", "to_host"}
 
 

@@ -79,9 +79,11 @@ def test_a_step_of_the_measured_layers_takes_the_measured_time() -> None:
 
 def test_a_loss_has_bytes_of_its_own() -> None:
     rows = [[4e14, 0.0, 1e9, 4e14 / 494.5e12]]
-    loss = {"train": [1e13, 1e9, 1e13 / 494.5e12 + 30e9 / 4.32e12], "forward": [1e13, 1e9, 0.021]}
-    cluster = made(measured(layers={"train": rows, "forward": rows}, loss=loss))
+    # products of the head are slower than those of layers, which says nothing of bytes
+    train = [[flops, 1e9, flops / 400e12 + 30e9 / 4.32e12] for flops in (1e12, 1e13)]
+    cluster = made(measured(layers={"train": rows, "forward": rows}, loss={"train": train, "forward": train}))
     assert cluster.overheads.train_logit_bytes == pytest.approx(30)
+    assert cluster.efficiency.train == pytest.approx(0.5)
 
 
 def test_published_peaks_stay_and_the_reached_part_is_measured() -> None:
@@ -105,11 +107,12 @@ def test_published_peaks_stay_and_the_reached_part_is_measured() -> None:
 
 def test_adam_and_sharded_weights_are_parts_of_the_bandwidth() -> None:
     results = measured(adam=3.36e12)
-    results.values["sharded"] = [8e-12, 1e-11]
+    results.values["sharded"] = [{"train": 8e-12, "forward": 2e-12}, {"train": 1e-11, "forward": 1e-12}]
     cluster = made(results)
     assert cluster.efficiency.adam == pytest.approx(0.7)
     assert adam_s(1e9, cluster) == pytest.approx(28e9 / 3.36e12)
     assert cluster.overheads.train_shard_bytes == pytest.approx(43.2)
+    assert cluster.overheads.forward_shard_bytes == pytest.approx(8.64)
 
 
 def test_the_slowest_process_counts() -> None:

@@ -94,6 +94,15 @@ def test_each_device_moves_what_is_gathered():
         assert extra == pytest.approx(count * each / parts)
 
 
+def test_a_forward_pass_gathers_where_weights_are_sharded():
+    sharded = measured(forward_shard_bytes=16.0)
+    bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
+    plain = forward_s(SHAPE, CLUSTER, 2, LENGTHS)
+    assert forward_s(SHAPE, sharded, 2, LENGTHS) == plain
+    extra = forward_s(SHAPE, sharded, 2, LENGTHS, micro_batches=3, tensor_parallel=2, is_sharded=True) - plain
+    assert extra == pytest.approx(3 * 16 * SHAPE.params() / 2 / bandwidth)
+
+
 def test_attention_has_a_part_of_its_own():
     slow = replace(CLUSTER, efficiency=Efficiency(train_attention=0.2, forward_attention=0.25))
     attention = forward_flops(SHAPE, LENGTHS).attention / CLUSTER.device.peak_flops
