@@ -72,11 +72,13 @@ class Problem:
         schedule: Schedule | None = None,
         choices: Choices | None = None,
         placement: Placement | str | None = None,
+        tie: float = 0.02,
+        effort: Effort | None = None,
     ) -> Problem:
         """The roles of a graph on a cluster. Raises `ConfigError` for models that do not fit the graph."""
         roles = roles_of(graph, models, workload)
         asked = Placement.parse(placement) if isinstance(placement, str) else placement
-        return cls(roles, cluster, workload, schedule or Sync(), choices or Choices(), asked)
+        return cls(roles, cluster, workload, schedule or Sync(), choices or Choices(), asked, tie, effort or Effort())
 
     def __post_init__(self) -> None:
         if not 0 <= self.tie < 1:

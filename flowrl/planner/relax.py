@@ -72,6 +72,25 @@ class _Try:
     changes_work: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The least bytes on the fullest host, and the plan that keeps them there."""
+
+    num_bytes: float
+    plan: Candidate
+
+    def line(self, capacity_bytes: float) -> str:
+        """In words, with who keeps what on all hosts together."""
+        need, over = self.num_bytes / GIB, (self.num_bytes - capacity_bytes) / GIB
+        kept = {option.role: option.host_bytes for one in self.plan.combinations for option in one.options}
+        most = sorted((role for role in kept if kept[role]), key=lambda role: (-kept[role], role))
+        names = ", ".join(f"'{role}' {kept[role] / GIB:.0f}" for role in most)
+        return (
+            f"host memory, at least {need:.0f} GiB per node > {capacity_bytes / GIB:.0f}, over by {over:.0f} "
+            f"(on all hosts {names})"
+        )
+
+
 def explain(problem: Problem) -> Refusal:
     """Why no plan of a problem fits, found by planning again with one limit lifted at a time.
 
@@ -113,11 +132,11 @@ def _offloaded(best: Candidate) -> str:
 # -------------------------------------------------------------------------------------------------------------- binding
 
 
-def _binding(problem: Problem, host: tuple[float, float] | None) -> str:
+def _binding(problem: Problem, host: _Host | None) -> str:
     """Which memory is short: that of the hosts, when lifting it alone helps; else that of a device."""
     cluster = problem.cluster
     if host is not None:
-        return f"host memory, at least {host[0] / GIB:.0f} GiB per node > {cluster.host.memory_bytes / GIB:.0f}"
+        return host.line(cluster.host.memory_bytes)
     space, capacity = Space(problem), cluster.device.memory_bytes
     worst: tuple[float, str, Option] | None = None
     for index, role in enumerate(problem.roles):
@@ -143,26 +162,25 @@ def _binding(problem: Problem, host: tuple[float, float] | None) -> str:
     return f"device memory, '{name}' in '{call}' {peak / GIB:.1f} > {capacity / GIB:.1f} GiB, {over} {sizes}"
 
 
-def _least_host(problem: Problem) -> tuple[float, float] | None:
-    """The least host memory per node with which a plan fits, and its seconds; None when more of it does not help."""
-    found: tuple[float, float] | None = None
+def _least_host(problem: Problem) -> _Host | None:
+    """The plan that keeps least on any host; None when more host memory does not help."""
+    found: _Host | None = None
     limit = PLENTY
     while True:
         cluster = problem.cluster.with_memory(host_bytes=limit)
         best = _best(replace(problem, cluster=cluster))
         if best is None:
             return found
-        needed = max(host_bytes(cluster, best.meshes, best.combinations))
-        found = (needed, best.seconds)
-        if needed < 2:
+        found = _Host(max(host_bytes(cluster, best.meshes, best.combinations)), best)
+        if found.num_bytes < 2:
             return found
-        limit = math.ceil(needed) - 1
+        limit = math.ceil(found.num_bytes) - 1
 
 
 # ---------------------------------------------------------------------------------------------------------- relaxations
 
 
-def _ladders(problem: Problem, host: tuple[float, float] | None) -> Iterator[tuple[_Try, ...]]:
+def _ladders(problem: Problem, host: _Host | None) -> Iterator[tuple[_Try, ...]]:
     """Changes to try; of each, its degrees rising."""
     choices, workload = problem.choices, problem.workload
     if problem.placement is not None or problem.only:
@@ -176,7 +194,7 @@ def _ladders(problem: Problem, host: tuple[float, float] | None) -> Iterator[tup
         again = replace(choices, recompute=(True, *choices.recompute))
         yield (_Try("recomputed activations", replace(problem, choices=again)),)
     if host is not None:
-        gib = math.ceil(host[0] / GIB)
+        gib = math.ceil(host.num_bytes / GIB)
         roomy = problem.cluster.with_memory(host_bytes=gib * GIB)
         yield (_Try(f"hosts of {gib} GiB", replace(problem, cluster=roomy)),)
     larger = (replace(problem.cluster, nodes=problem.cluster.nodes * factor) for factor in FACTORS)
