@@ -1,0 +1,152 @@
+"""Checks of a run: some boxes hashed at both ends, or every element against whole tensors made another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flowrl.engines.reshard.copies import view_of
+from flowrl.engines.reshard.program import Program
+from flowrl.engines.reshard.sampling import Sample
+from flowrl.errors import EngineError
+
+Oracle = Callable[[str], Tensor]
+"""Name of a tensor -> all of it. All ranks ask for the same names in the same order."""
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number (int64, on the tensor's device) of the bits and their places; equal for equal bits. Wraps around."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
+        flat = flat.clone()  # so that the number does not depend on where the bits lie
+    bits = (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).to(torch.int64)
+    place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
+    return (bits * (2 * place + 1)).sum() + place.numel()
+
+
+def digests(
+    chosen: tuple[Sample, ...], device: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> list[int]:
+    """Two numbers for each sample, of the sender's end and of the receiver's; 0 for an end that is elsewhere."""
+    found: dict[int, Tensor] = {}
+    for index, sample in enumerate(chosen):
+        dtype = getattr(torch, sample.dtype)
+        if sample.sender == device:
+            found[2 * index] = digest(view_of(target if sample.hop else source, sample.source).to(dtype))
+        if sample.receiver == device:
+            found[2 * index + 1] = digest(view_of(target, sample.target).to(dtype))
+    numbers = [0] * (2 * len(chosen))
+    for device_of in {
+        one.device for one in found.values()
+    }:  # one wait for each kind of memory, not one for each sample
+        places = [index for index, one in found.items() if one.device == device_of]
+        for index, number in zip(places, torch.stack([found[index] for index in places]).tolist(), strict=True):
+            numbers[index] = number
+    return numbers
+
+
+def compare(chosen: tuple[Sample, ...], numbers: Mapping[int, list[int]], edge: str) -> None:
+    """Errors: EngineError that names the first box of which the two ends differ. `numbers` are by device."""
+    for index, sample in enumerate(chosen):
+        sent, arrived = numbers[sample.sender][2 * index], numbers[sample.receiver][2 * index + 1]
+        if sent != arrived:
+            raise EngineError(
+                f"weights edge '{edge}': {sample.target} of {sample.tensor} on device {sample.receiver} is not what device "
+                f"{sample.sender} sent; nothing may write to either side during a run"
+            )
+
+
+def compare_whole(program: Program, device: int, target: Mapping[str, Tensor], oracle: Oracle) -> int:
+    """Compare all that a device holds, bit for bit; bytes compared. Asks the oracle for every tensor, also those it lacks.
+
+    Errors: EngineError that names the first tensor that differs and how many of its elements do.
+    """
+    shelf = program.target.get(device)
+    compared = 0
+    for name, (_, dtype) in program.dtypes.items():
+        whole = oracle(name)
+        for slot in shelf.slots.get(name, ()) if shelf is not None else ():
+            found = view_of(target, slot.region)
+            expected = whole[tuple(slice(*interval) for interval in slot.box)].to(found.device, getattr(torch, dtype))
+            differ = int((_bits(expected) != _bits(found)).sum())
+            if differ:
+                raise EngineError(
+                    f"weights edge '{program.edge}': {differ} of {found.numel()} elements of {name} on device {device} differ "
+                    "from the source's"
+                )
+            compared += found.numel() * found.element_size()
+    return compared
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
+class GatheredOracle:
+    """Whole tensors from all ranks of a job: `full_tensor()` of DTensors; of plain shards, box by box from who holds them.
+
+    Args:
+        group: on it whole tensors are broadcast where some device has no part of the source; default: the job's.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        source: Mapping[str, Tensor],
+        *,
+        on: torch.device,
+        ranks: Mapping[int, int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        is_dtensor: bool | None = None,
+    ) -> None:
+        self._program, self._device, self._source, self._on = program, device, source, on
+        self._ranks = ranks or {one: one for one in program.devices}
+        self._group = group
+        self._is_dtensor = (
+            any(isinstance(one, DTensor) for one in source.values()) if is_dtensor is None else is_dtensor
+        )
+        """Of the source, on every rank, also on one that has no part of it."""
+        self._shapes = _whole_shapes(program)
+
+    def __call__(self, name: str) -> Tensor:
+        given = self._source.get(name)
+        dtype = getattr(torch, self._program.dtypes[name][0])
+        if self._is_dtensor:
+            whole = given.full_tensor() if isinstance(given, DTensor) else None
+            if set(self._program.source) >= set(self._program.devices) and whole is not None:
+                return whole
+            root = min(device for device, shelf in self._program.source.items() if name in shelf.slots)
+            made = (
+                torch.empty(self._shapes[name], dtype=dtype, device=self._on) if whole is None else whole.contiguous()
+            )
+            dist.broadcast(made, self._ranks[root], group=self._group)
+            return made
+        made = torch.empty(self._shapes[name], dtype=dtype, device=self._on)
+        seen = set()
+        for device, shelf in self._program.source.items():
+            for slot in shelf.slots.get(name, ()):
+                if slot.box in seen:
+                    continue
+                seen.add(slot.box)
+                part = torch.empty(slot.region.shape, dtype=dtype, device=self._on)
+                if device == self._device:
+                    part.copy_(view_of(self._source, slot.region))
+                dist.broadcast(part, self._ranks[device], group=self._group)
+                made[tuple(slice(*interval) for interval in slot.box)] = part
+        return made
+
+
+def _whole_shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for shelf in program.source.values():
+        for name, slots in shelf.slots.items():
+            for slot in slots:
+                before = found.get(name, (0,) * len(slot.box))
+                found[name] = tuple(max(size, stop) for size, (_, stop) in zip(before, slot.box, strict=True))
+    return found
