@@ -16,8 +16,7 @@ from dataclasses import replace
 from flowrl.planner.fill import Budget, Spent
 from flowrl.planner.holds import moves_s
 from flowrl.planner.options import Option
-from flowrl.planner.problem import INFINITE, Problem
-from flowrl.planner.search import num_splits
+from flowrl.planner.problem import INFINITE, Problem, num_splits
 from flowrl.planner.space import Space
 from flowrl.planner.tree import Leaf, Tree
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowrl.planner.fill import Budget, Fill, Spent
 from flowrl.planner.options import Option
-from flowrl.planner.problem import INFINITE, Candidate, Effort
+from flowrl.planner.problem import INFINITE, Candidate, Effort, num_splits
 from flowrl.planner.short import shortage
 from flowrl.planner.space import Space, Split
 from flowrl.planner.ties import burden
@@ -84,6 +84,8 @@ def _another(mine: Option) -> Callable[[Option], bool]:
 def _other_splits(space: Space, mine: Split, effort: Effort, budget: Budget) -> tuple[list[Candidate], list[str]]:
     """The fastest plans of as many other splits as asked for, and what is short in some where nothing fits."""
     known: dict[Split, Candidate] = {}
+    if num_splits(len(space.roles)) > effort.branches:
+        return [], []  # too many to list
 
     def limit_s(split: Split) -> float:
         """What is slower than the last one asked for is not looked for."""

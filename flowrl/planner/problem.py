@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
@@ -283,6 +284,14 @@ def splits(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         for at in range(len(rest)):
             yield (*rest[:at], (*rest[at], count - 1), *rest[at + 1 :])
         yield (*rest, (count - 1,))
+
+
+def num_splits(count: int) -> int:
+    """In how many ways `count` roles can be split into sets: 1, 2, 5, 15, 52, ... (Bell numbers)."""
+    row = [1]
+    for _ in range(count - 1):
+        row = list(accumulate([row[-1], *row]))
+    return row[-1]
 
 
 def slice_sizes(cluster: Cluster) -> tuple[int, ...]:

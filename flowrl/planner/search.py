@@ -12,23 +12,14 @@ under the model. Where the branches are too many (`Effort.branches`), the rest o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from flowrl.planner.anneal import anneal
 from flowrl.planner.fill import SAME, Budget, Fill, Spent
 from flowrl.planner.others import Others, others_of
-from flowrl.planner.problem import INFINITE, Candidate, Found, Problem
+from flowrl.planner.problem import INFINITE, Candidate, Found, Problem, num_splits
 from flowrl.planner.space import Space
 from flowrl.planner.ties import Simplicity, simplicity, why_simpler
 from flowrl.planner.tree import Leaf, Tree
-
-
-def num_splits(count: int) -> int:
-    """In how many ways `count` roles can be split into sets: 1, 2, 5, 15, 52, ... (Bell numbers)."""
-    row = [1]
-    for _ in range(count - 1):
-        row = list(accumulate([row[-1], *row]))
-    return row[-1]
 
 
 def search(problem: Problem) -> Found:

@@ -7,9 +7,9 @@ import pytest
 from flowrl.cost.shapes import ModelShape
 from flowrl.graph.schedule import Async, Sync
 from flowrl.mesh import Cluster, Placement
-from flowrl.planner.problem import Effort, Problem
+from flowrl.planner.problem import Effort, Problem, num_splits
 from flowrl.planner.roles import Call, Role
-from flowrl.planner.search import num_splits, search
+from flowrl.planner.search import search
 from flowrl.planner.workload import Lengths, Workload
 from tests.null.planner.search_cases import FEW, MIDDLE, SMALL, WORK, cluster, critic_roles
 
@@ -62,8 +62,8 @@ def test_more_roles_than_splits_can_be_listed_for():
         Role("policy", "policy", SMALL, (Call("update", "policy", "train", 64, tuple(f"s{i}" for i in range(6))),)),
     )
     problem = Problem((*policy, *scores), cluster("8xA100-80G", 80), WORK, choices=FEW,
-                      effort=Effort(branches=1000, moves=50, alternatives=0))  # fmt: skip
-    assert num_splits(8) == 4140 > problem.effort.branches
+                      effort=Effort(branches=1000, moves=50))  # fmt: skip
+    assert [num_splits(count) for count in range(1, 9)] == [1, 2, 5, 15, 52, 203, 877, 4140]
     found = search(problem)
     assert not found.is_exhaustive and found.best is not None
     assert 0 < found.bound_s <= found.best.seconds
