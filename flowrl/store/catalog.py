@@ -66,10 +66,11 @@ class Segment:
     def stop(self) -> int:
         return self.first + self.rows
 
-    def to_json(self) -> list[Any]:
+    def to_json(self, first: int | None = None) -> list[Any]:
+        """Args: first: where it lies among the rows, when that was not known before."""
         return [
-            self.uid, self.first, self.rows, self.names, self.tier, self.place, self.raw_bytes, self.stored_bytes,
-            self.layouts, self.sizes,
+            self.uid, self.first if first is None else first, self.rows, self.names, self.tier, self.place,
+            self.raw_bytes, self.stored_bytes, self.layouts, self.sizes,
         ]  # fmt: skip
 
     @classmethod

@@ -31,7 +31,7 @@ from flowrl.store.incoming import Incoming
 from flowrl.store.intervals import Pairs, RowSet, length
 from flowrl.store.reading import View, check_columns, parsed_layouts
 from flowrl.store.rows import RowBatch
-from flowrl.store.writing import moved, write
+from flowrl.store.writing import write
 
 LONGEST_NAP_S = 0.01
 """Between looks at whether a reader has let go of memory, which no record tells."""
@@ -118,7 +118,7 @@ def _append_record(
         "rows": rows.num_rows,
         "skipped": skipped,
         "chunks": [start + piece.start for piece in pieces if piece.opens],
-        "segments": [moved(s, start + p.start).to_json() for p, s in zip(pieces, segments, strict=True)],
+        "segments": [s.to_json(start + p.start) for p, s in zip(pieces, segments, strict=True)],
         "groups": [start + group for group in group_starts],
     }
 

@@ -37,6 +37,12 @@ class Buffer(NamedTuple):
     def to_json(self) -> list[Any]:
         return [self.offset, self.stored] if self.raw is None else [self.offset, self.stored, self.codec, self.raw]
 
+    def to_text(self) -> str:
+        """`to_json` as text."""
+        return (
+            f"[{self.offset},{self.stored}]" if self.raw is None else json.dumps(self.to_json(), separators=(",", ":"))
+        )
+
 
 class ColumnLayout(NamedTuple):
     """Where one column of a segment lies in its block.

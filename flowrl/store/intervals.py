@@ -99,6 +99,11 @@ class RowSet:
         self._count += stop - start
 
     def remove(self, start: int, stop: int) -> None:
+        starts = self._starts
+        if starts and start <= starts[0] < stop < self._stops[0]:  # the usual case: at the front
+            self._count -= stop - starts[0]
+            starts[0] = stop
+            return
         low = bisect_right(self._stops, start)
         high = bisect_left(self._starts, stop)
         if stop <= start or low >= high:

@@ -19,11 +19,10 @@ gives the run of each row. TOKEN columns share one offsets buffer. Every buffer 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, compress, pairwise
-from operator import attrgetter, itemgetter, ne
+from operator import itemgetter, ne
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ from flowrl.store.columns import (
 )
 from flowrl.store.decoding import Buffer, ColumnLayout, Places, Stored, decode, parsed, places
 from flowrl.store.kernels import packer
+from flowrl.store.pyvalues import ARRAY, KNOWN, are_flat, are_parts, as_arrays, numbers_of
 from flowrl.store.rows import RowBatch
 
 __all__ = [
@@ -447,7 +447,7 @@ def prepare_rows(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTy
         prepared = None
     if prepared is not None:
         return prepared
-    plain = [dict(zip(row, _arrays(list(row.values())), strict=True)) for row in rows]
+    plain = [dict(zip(row, as_arrays(list(row.values())), strict=True)) for row in rows]
     batch = RowBatch.from_rows(plain, types)
     return prepare({name: batch[name] for name in batch.names}, batch.types, len(batch))
 
@@ -468,17 +468,17 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]], types: Mapping[str, ColumnTyp
                 return None
             continue
         kinds = set(map(type, values))
-        if not kinds <= _KNOWN:
-            values = _arrays(values)
+        if not kinds <= KNOWN:
+            values = as_arrays(values)
             kinds = set(map(type, values))
         if type(None) in kinds:
             return None
-        if how == _FLAT and kinds == _ARRAY and _are_flat(values, dtype):
+        if how == _FLAT and kinds == ARRAY and are_flat(values, dtype):
             done = builder.add_list(name, kind, values, list(map(len, values)), ())
-        elif how == _LISTS and kinds == _ARRAY and _are_parts(values, dtype):
+        elif how == _LISTS and kinds == ARRAY and are_parts(values, dtype):
             inner = values[0].shape[1:]
             done = builder.add_list(name, _typed(name, kind, inner), values, list(map(len, values)), inner)
-        elif how == _NUMBER and kinds == _FLOAT and (numbers := _floats(values, dtype)) is not None:
+        elif how == _NUMBER and (numbers := numbers_of(values, kinds, dtype)) is not None:
             done = builder.add_plain(name, kind, numbers)
         elif how == _TEXT and kinds == {str if kind.dtype == "str" else bytes}:
             done = builder.add_text(name, kind, values)
@@ -567,55 +567,10 @@ def _columns_of(rows: Sequence[Mapping[str, Any]], plan: _Plan) -> list[Sequence
         return None
 
 
-_KNOWN = {np.ndarray, list, str, bytes, int, float, bool}
-_ARRAY, _FLOAT = {np.ndarray}, {float}
-
-
 @lru_cache(maxsize=1024)
 def _typed(name: str, kind: ColumnType, inner: tuple[int, ...]) -> ColumnType:
     """With inner lengths filled in."""
     return with_lengths(name, kind, np.empty((0, *inner)))
-
-
-def _are_flat(values: Sequence[np.ndarray], dtype: np.dtype[Any]) -> bool:
-    """Whether arrays can stand end to end as they are, [T]."""
-    count = len(values)
-    return list(map(_DTYPE, values)).count(dtype) == count and list(map(_NDIM, values)).count(1) == count
-
-
-def _are_parts(values: Sequence[np.ndarray], dtype: np.dtype[Any]) -> bool:
-    """The same for [T, *inner]."""
-    if list(map(_DTYPE, values)).count(dtype) != len(values):
-        return False
-    return values[0].ndim > 0 and len({value.shape[1:] for value in values}) == 1
-
-
-def _floats(values: Sequence[float], dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Floats of Python as the column has them; None when that is not for here to say."""
-    most = _LARGEST.get(dtype)
-    numbers = np.array(values)
-    if most is None or not np.abs(numbers).max() <= most:  # NaN, too
-        return None
-    return numbers.astype(dtype)
-
-
-_LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float16, np.float32, np.float64)}
-_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
-
-
-def _arrays(values: Sequence[Any]) -> Sequence[Any]:
-    """With torch tensors that share their memory with NumPy as arrays; torch is not imported for it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return values
-    return [_array_of(value) if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _array_of(tensor: Any) -> Any:
-    try:
-        return np.asarray(tensor)
-    except (TypeError, RuntimeError):  # on a device, bfloat16, or part of a graph: refused as what it is
-        return tensor
 
 
 def merge(parts: Sequence[tuple[Sequence[ColumnLayout], np.ndarray, int]]) -> Prepared:

@@ -58,7 +58,8 @@ def _text(columns: Sequence[layouts.ColumnLayout]) -> str:
             _lines.clear()
         line = _encode([[c.name, str(c.type), c.encoding, c.inner, int(c.once)] for c in columns])
         same = _lines[key] = (line, [c.type for c in columns])
-    return f"{same[0]}\n{_encode([[b.to_json() for b in column.buffers] for column in columns])}"
+    buffers = ",".join([f"[{','.join([b.to_text() for b in column.buffers])}]" for column in columns])
+    return f"{same[0]}\n[{buffers}]"
 
 
 _MOST_LINES = 1024
@@ -76,11 +77,6 @@ def sizes_of(columns: Sequence[layouts.ColumnLayout]) -> dict[str, list[Any]]:
         codec = column.buffers[0].codec if column.buffers else "none"
         sizes[column.name] = [raw, sum(b.stored for b in own), codec]
     return sizes
-
-
-def moved(segment: Segment, first: int) -> Segment:
-    """The segment at its place among the rows, which is known when it is committed."""
-    return replace(segment, first=first)
 
 
 def codecs_for(columns: Sequence[layouts.ColumnLayout], values: Mapping[str, Any], compression: str) -> dict[str, str]:

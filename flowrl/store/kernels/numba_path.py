@@ -23,8 +23,8 @@ from flowrl.store.kernels.plan import ALIGN, BITS, ENDS, FIXED, LIST, Plan
 if config.DISABLE_JIT:
     raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set")
 
-_LINES, _FAR = 8, 2048
-"""Lines of 64 bytes of the next row to load ahead; bytes ahead of a write."""
+_ROWS_AHEAD, _LINES, _FAR = 2, 48, 2048
+"""Which row's values to load ahead, and at most how many lines of 64 bytes of them; bytes ahead of a write."""
 _BOOLS = ir.VectorType(ir.IntType(1), 64)
 _BYTES = ir.VectorType(ir.IntType(8), 64)
 _WORDS = ir.VectorType(ir.IntType(64), 8)
@@ -122,6 +122,12 @@ def _set_64(typing: Any, target: Any, word: Any) -> Any:
 def _will_read(typing: Any, address: Any) -> Any:
     """Begin to load what lies at an address; it may be any."""
     return _void("address"), _prefetching(writes=0, cache=3)
+
+
+@intrinsic
+def _will_read_later(typing: Any, address: Any) -> Any:
+    """The same, for what is not read next: into the second cache, where it pushes nothing out of the first."""
+    return _void("address"), _prefetching(writes=0, cache=2)
 
 
 @intrinsic
@@ -242,10 +248,11 @@ def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: An
             row = rows[place]
             length = matrix[axis, row] if axis >= 0 else 1
             nbytes = length * size
-            if (what == LIST or what == BITS) and place + 1 < count:
-                following = matrix[column, rows[place + 1]]
-                for line in range(_LINES):  # of a row that lies elsewhere; the processor guesses the rest by itself
-                    _will_read(following + 64 * line)
+            if (what == LIST or what == BITS) and place + _ROWS_AHEAD < count:
+                later = rows[place + _ROWS_AHEAD]  # it lies elsewhere, so the processor does not guess it
+                lines = (matrix[axis, later] * size + 63) >> (6 if what == LIST else 9)
+                for line in range(min(lines, _LINES)):
+                    _will_read_later(matrix[column, later] + 64 * line)
             if what == FIXED or what == LIST:
                 _copy(target, matrix[column, row], nbytes)
             elif what == BITS:

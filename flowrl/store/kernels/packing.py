@@ -26,12 +26,15 @@ from numba.extending import intrinsic, register_jitable
 
 from flowrl.store.kernels.numba_path import (
     _FAR,
+    _LINES,
+    _ROWS_AHEAD,
     _WORDS,
     _byte,
     _copy,
     _pointer,
     _set_byte,
     _will_read,
+    _will_read_later,
     _will_write,
     _word,
 )
@@ -85,16 +88,14 @@ def _copy_64(typing: Any, target: Any, source: Any) -> Any:
 
 
 @register_jitable
-def _copy_row(target: int, source: int, nbytes: int, following: int) -> None:
-    """As memcpy, and begins to load what is copied next."""
+def _copy_row(target: int, source: int, nbytes: int) -> None:
+    """As memcpy, for what is in no cache near at either end."""
     if nbytes < 64:
-        _will_read(following)
         _copy(target, source, nbytes)
         return
     last = nbytes - 64
     done = 0
     while done < last:
-        _will_read(following + done)
         _will_write(target + done + _FAR)
         _copy_64(target + done, source + done)
         done += 64
@@ -237,10 +238,13 @@ def _write(lines: Any, block: int) -> None:
             continue
         for row in range(count):
             address = _word(addresses + 8 * row)
-            following = _word(addresses + 8 * min(row + 1, count - 1))
             values = _word(lengths + 8 * row) * size
+            if row + _ROWS_AHEAD < count:
+                later = 8 * (row + _ROWS_AHEAD)  # it lies elsewhere, so the processor does not guess it
+                for line in range(min((_word(lengths + later) * size + 63) >> 6, _LINES)):
+                    _will_read_later(_word(addresses + later) + 64 * line)
             if what == COPY:
-                _copy_row(target, address, values, following)
+                _copy_row(target, address, values)
                 target += values
             else:
                 _pack(target, address, values)
