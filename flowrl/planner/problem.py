@@ -26,7 +26,7 @@ GIB = 2**30
 class Effort:
     """How far a search goes. Counted, never timed, so that equal problems have equal answers on every machine."""
 
-    branches: int = 400_000
+    branches: int = 120_000
     """Partial placements and partial choices of options that are looked at, before the rest is left to a random search."""
     moves: int = 400
     """Of that random search."""
