@@ -221,7 +221,7 @@
     Escape: () => { pinned = null; light(null); tip.hidden = true; },
   };
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input,select,textarea")) return;
     const inside = event.target.closest?.("svg");
     if (inside && (event.key === "ArrowRight" || event.key === "ArrowDown")) return step(event, 1);
     if (inside && (event.key === "ArrowLeft" || event.key === "ArrowUp")) return step(event, -1);

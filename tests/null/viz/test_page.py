@@ -194,7 +194,7 @@ def ran(plan: Plan, attribute: str = "device_bytes") -> Comparison:
 def test_a_comparison_of_a_run_is_read() -> None:
     plan = large()
     assert seen(plan, ran(plan)) == (Seen("rollout", 50.0, 0.0, 20),)
-    assert seen(plan, ran(plan, "process_bytes")) == (Seen("rollout", 50.0),), (
+    assert seen(plan, ran(plan, "process_bytes")) == (Seen("rollout", 50.0, 0.0),), (
         "the memory of a process is not that of a device"
     )
     page = plan_html(plan, measured=ran(plan))
