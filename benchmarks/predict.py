@@ -210,5 +210,6 @@ def show(numbers: list[dict[str, Any]], cluster: Cluster, *, save: bool) -> None
     header = ["model, micro-batch", "devices", "term", "predicted", "measured", "predicted/measured", ""]
     device, most = cluster.device.name.lower(), max(one["devices"] for one in numbers)
     text = f"{most} x {device}. {HEADING}\n\n{ratios(numbers)}\n\n{table(header, rows)}"
-    whole = {"cluster": cluster.to_toml(), "cases": numbers}
+    kept = [{**one, "measured": {k: v for k, v in one["measured"].items() if k != "most_s"}} for one in numbers]
+    whole = {"cluster": cluster.to_toml(), "cases": kept}
     report("predict", text, whole, save=save, file=f"predict-{device}")
