@@ -16,6 +16,7 @@ from flowrl.graph.nodes import Graph
 
 if TYPE_CHECKING:
     from flowrl.recipe import Recipe
+    from flowrl.runtime.rundir import RunDir
 
 
 def check(args: argparse.Namespace) -> int:
@@ -147,7 +148,18 @@ def runs(args: argparse.Namespace) -> int:
     )
     rows = [[name, *(_number(row.get(name)) for row in shown)] for name in names]
     print(table([["step", *(str(row["step"]) for row in shown)], *rows], right=True))
+    if bars := _plan_bars(folder):
+        print(f"\n{bars}")
     return OK
+
+
+def _plan_bars(folder: RunDir) -> str:
+    """The plan of a run in letters, with what was measured; nothing for a run without one."""
+    from flowrl.cli.view import plan_of
+    from flowrl.planner.measured import compare
+
+    plan = plan_of(folder)
+    return "" if plan is None else plan.to_text(measured=compare(plan, folder.events())).rstrip()
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -185,6 +197,13 @@ def plan(args: argparse.Namespace) -> int:
     return planned.diff(args)
 
 
+def view(args: argparse.Namespace) -> int:
+    """Write the page of a run, a plan or several runs, or serve it."""
+    from flowrl.cli.view import view as viewed
+
+    return viewed(args)
+
+
 def audit(args: argparse.Namespace) -> int:
     """Print what a layout makes of a model."""
     from flowrl.cli.audit import audit as audited
@@ -200,6 +219,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "explain": plan,
     "diff": plan,
     "audit": audit,
+    "view": view,
     "ops": ops,
     "new": new,
     "runs": runs,

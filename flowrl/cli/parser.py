@@ -30,6 +30,7 @@ examples:
   flowrl show examples/grpo.py --format mermaid         draw it
   flowrl run examples/grpo.py --engine null --data prompts=train.jsonl
   flowrl plan examples/grpo.py --cluster 8xA100-80G --workload work.toml --settings run.toml
+  flowrl view runs/grpo-1                               what a run did, as a page
   flowrl ops list                                       operators of the installed packs
   flowrl new pack my-rewards                            a pack of your own, ready to install
   flowrl COMMAND --help                                 more on each""",
@@ -88,6 +89,17 @@ examples:
       --alt 'gen:d4 | (policy:f4 + ref:f4)'
 
 For a flow, each choice is taken away in turn and the rest is planned anew. A file of a plan has less to say.""",
+    "view": """\
+examples:
+  flowrl view runs/grpo-1                               curves, time, responses: one file, without a network
+  flowrl view runs/grpo-1 --out grpo.html --most-mb 200
+  flowrl view --serve runs/grpo-1                       while it goes on, in a browser of this machine
+  flowrl view --compare runs/grpo-1 runs/grpo-2         curves over each other, settings that differ
+  flowrl view plan.json
+
+A run that was given a plan shows it, predicted beside measured. Responses with their tokens, log-probs and advantages are those
+of record=; else a few samples of each step. A page holds as many as --most-mb allows, whole steps spread evenly over the run;
+--serve reads them from the run's folder, so there all are to be seen.""",
     "diff": """\
 examples:
   flowrl diff before.json after.json
@@ -249,6 +261,7 @@ def build_parser(version: str, options_help: str) -> Parser:
     _configuration(show, with_settings=False)
 
     _run_command(commands, options_help)
+    _view_command(commands)
     _planning_commands(commands)
 
     ops = _command(commands, "ops", "operators of the installed packs")
@@ -326,10 +339,25 @@ def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str
     _configuration(run, with_settings=True)
 
 
+def _view_command(commands: argparse._SubParsersAction[Parser]) -> None:
+    view = _command(commands, "view", "a run or a plan as a page that opens from a file")
+    view.add_argument("target", metavar="RUN", nargs="?", help="folder of a run, such as runs/grpo-1; or PLAN.json")
+    view.add_argument("--out", metavar="FILE.html", help="default: view.html in the run; PLAN.html; compare.html")
+    view.add_argument(
+        "--most-mb", type=float, metavar="N", default=48.0, help="of compressed responses in the page; default: 48"
+    )
+    view.add_argument("--compare", metavar="RUN", nargs="+", help="two or more runs over each other")
+    view.add_argument("--serve", action="store_true", help="follow a run; on this machine only, until Ctrl-C")
+    view.add_argument("--port", type=int, metavar="N", default=0, help="for --serve; default: one that is free")
+
+
 def _planning_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     plan = _command(commands, "plan", "plan a flow on a cluster: what runs where, how long, how much memory")
     plan.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or FILE.py:RECIPE; or a graph's text, FILE.txt")
     plan.add_argument("--out", metavar="PLAN.json", help="write the plan to a file")
+    plan.add_argument("--html", metavar="FILE.html", help="write its page: time, devices, memory, dataflow, why")
+    plan.add_argument("--trace", metavar="FILE.json", help="write its timeline for Perfetto and chrome://tracing")
+    plan.add_argument("--svg", metavar="FILE.svg", help="write its timeline as a picture")
     explain = _command(commands, "explain", "why a plan is as it is, and what the next best choices would cost")
     explain.add_argument("target", metavar="TARGET", help="PLAN.json; or a flow or recipe, with the options of `plan`")
     explain.add_argument("--alt", metavar="PLACEMENT", help="compare with the best plan of this placement")

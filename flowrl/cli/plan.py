@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cli import OK, PROBLEMS
+from flowrl.cli.view import write_pictures
 from flowrl.cost.text import aligned, size_text, time_text
 from flowrl.errors import ConfigError, TextError
 from flowrl.graph.nodes import Graph
@@ -53,12 +54,13 @@ def plan(args: argparse.Namespace) -> int:
     made = plan_found(found, graph)
     if args.out is not None:
         _write(made, args.out)
+    drawn = write_pictures(made, graph, html=args.html, trace=args.trace, svg=args.svg)
     if args.json:
         print(json.dumps(_as_json(made, problem), indent=1, default=str))
     else:
         print(_report(made, found))
-        if args.out is not None:
-            print(f"\nwritten to {args.out}")
+        if written := [path for path in (args.out, *drawn) if path is not None]:
+            print(f"\nwritten to {', '.join(written)}")
     return OK
 
 

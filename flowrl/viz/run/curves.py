@@ -168,9 +168,13 @@ def _sample(place: int, one: Line) -> Markup:
     return tag("svg", drawn, width=22, height=12, viewbox="0 0 22 12", class_="swatch", aria_hidden="true")
 
 
-def _look(place: int, one: Line) -> tuple[int, str]:
-    place = place if one.hue is None else one.hue
+def look(place: int) -> tuple[int, str]:
+    """Hue and dash of the line at a place."""
     return place % HUES, DASHES[(place + place // HUES) % len(DASHES)]
+
+
+def _look(place: int, one: Line) -> tuple[int, str]:
+    return look(place if one.hue is None else one.hue)
 
 
 def _drawing(chart: Chart, number: int) -> Markup:
