@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from types import TracebackType
@@ -29,6 +30,8 @@ from flowrl.runtime.metrics import step_metrics, trained_writers
 from flowrl.runtime.options import Options
 from flowrl.runtime.progress import open_progress
 from flowrl.runtime.rundir import RunDir
+from flowrl.runtime.trackers import Session, check_installed
+from flowrl.runtime.trackers.following import Trackers
 from flowrl.store.rows import RowBatch
 from flowrl.trace import LENGTHS, NODE_KIND, STEP, Event
 
@@ -68,6 +71,7 @@ class Observation:
         self.meter = open_meter(host.device for host in run.hosts.values())
         self.writers = trained_writers(run.graph)
         self.folder: RunDir | None = None
+        check_installed(options.trackers)  # a run that cannot be followed as asked leaves no folder behind
         name = options.name or (run.graph.name if run.graph.name.isidentifier() else "run")  # a lambda has no name
         if options.out is not None:
             self.folder = RunDir.create(options.out, name)
@@ -76,6 +80,8 @@ class Observation:
             self.folder.write_info(info)
             if bound is not None:
                 self.folder.write_plan(bound.plan.to_json())
+        called = name if run.path is None else run.path.name
+        self.trackers = Trackers.open(options.trackers, Session(called, run.graph.name, run.path, info))
         self.progress = open_progress(
             options.progress, name=name, steps=steps, path=run.path, remark=REMARKS.get(info.get("engine", ""), "")
         )
@@ -92,6 +98,7 @@ class Observation:
             self.run.status = "finished"
         else:
             self.run.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._say(self.trackers.close(self.run.status))
         if self.folder is None:
             return
         failure = error if self.run.status == "failed" else None
@@ -196,13 +203,25 @@ class Observation:
             writers=self.writers,
         )
         self.run.metrics.append(numbers)
+        self.trackers.log(step, numbers)
+        notes = (*log.notes, *self.trackers.notes())
         samples = list(pick_samples(log, self.options.log_samples))
         if self.folder is not None:
             with self._writing(self.folder):
-                self.folder.write_metrics(step, numbers, notes=log.notes)
+                self.folder.write_metrics(step, numbers, notes=notes)
                 self.folder.write_samples(step, samples)
                 self.folder.flush()
-        self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=log.notes)
+        self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=notes)
+
+    def _say(self, notes: tuple[str, ...]) -> None:
+        """What became known after the last step: as a note of that step, and on stderr."""
+        if not notes:
+            return
+        with suppress(OSError, ValueError):  # stderr is closed: nobody is left to tell
+            print(*notes, sep="\n", file=sys.stderr)
+        if self.folder is not None:
+            with suppress(OSError, RunError):  # what the run itself could not write is told by its own end
+                self.folder.write_metrics(self.step, {}, notes=notes)
 
 
 def pick_samples(log: StepLog, count: int) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowrl.errors import ConfigError
 from flowrl.graph.schedule import Schedule, Sync
+from flowrl.runtime.trackers import check_names
 from flowrl.schema.columns import nearest
 
 PROGRESS = ("auto", "live", "plain", "off")
@@ -31,6 +32,9 @@ class Options:
     """`live` (a panel), `plain` (a line per step), `off`; `auto` is live in a terminal, else plain."""
     log_samples: int = 2
     """Sampled responses written per step."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, or the `module:function` that opens another
+    (`flowrl.runtime.trackers`). One that fails never ends a run."""
     reward_workers: int | None = None
     """Worker processes for rewards. None: as many as there are processors (8 at most), for those that ask for them; 0: none, all
     run in this process, open to a breakpoint; otherwise so many, for all rewards of one row that can be imported by name."""
@@ -68,6 +72,13 @@ class Options:
             raise ConfigError(f"option 'record' is a tuple of node names; found a string: write ({self.record!r},)")
         if not isinstance(record, tuple | list | set | frozenset) or not all(isinstance(name, str) for name in record):
             raise ConfigError(f"option 'record' is a tuple of node names, () for none; found {record!r}")
+
+        trackers: object = self.trackers
+        if isinstance(trackers, str):
+            raise ConfigError(f"option 'trackers' is a tuple of names; found a string: write ({self.trackers!r},)")
+        if not isinstance(trackers, tuple | list) or not all(isinstance(name, str) for name in trackers):
+            raise ConfigError(f"option 'trackers' is a tuple of names, () for none; found {trackers!r}")
+        check_names(self.trackers)
 
     def updated(self, values: dict[str, Any]) -> Options:
         """The same options with some replaced; unknown names are refused with the nearest."""

@@ -131,8 +131,14 @@ class LiveView:
     def __init__(self, folder: RunFolder, pieces: Pieces | None = None, *, port: int = 0) -> None:
         self.token = secrets.token_urlsafe(TOKEN_BYTES)
         self.pages = Pages(folder, pieces)
-        self._server = _Server((LOOPBACK, port), _handler(self.pages, self.token))
-        self.port = int(self._server.server_address[1])
+
+        class Handler(_Handler):
+            answers = self.pages
+            secret = self.token
+
+        self._server = _Server((LOOPBACK, port), Handler)
+        self.port = int(self._server.socket.getsockname()[1])
+        Handler.port = self.port
 
     @property
     def url(self) -> str:
@@ -183,19 +189,12 @@ class _Server(ThreadingHTTPServer):
         """A client that left in the middle is no news."""
 
 
-def _handler(pages: Pages, token: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(_Handler):
-        answers = pages
-        secret = token
-
-    return Handler
-
-
 class _Handler(BaseHTTPRequestHandler):
     """One connection, one answer."""
 
     answers: Pages
     secret: str
+    port: int
     protocol_version = "HTTP/1.0"
     timeout = TIMEOUT_S
     server_version = "flowrl"
@@ -242,8 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_for_us(self) -> bool:
         """Whether the browser was told to come to this machine: not by a name that somebody points here."""
         hosts = self.headers.get_all("Host") or []
-        port = self.server.server_address[1]
-        return len(hosts) == 1 and hosts[0].lower() in {f"{name}:{port}" for name in NAMES}
+        return len(hosts) == 1 and hosts[0].lower() in {f"{name}:{self.port}" for name in NAMES}
 
     def _is_from_here(self) -> bool:
         """Whether the page itself asks, or a person who opened the address; browsers say so."""
