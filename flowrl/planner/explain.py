@@ -5,15 +5,15 @@ Everything here is predicted. The functions return values; `str` of them is text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flowrl.cost.text import change_text, size_text, time_text
 from flowrl.graph.nodes import Graph
 from flowrl.mesh import Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.figures import (
-    SHOWN,
     Chosen,
     Summary,
     alternative_lines,
@@ -21,16 +21,19 @@ from flowrl.planner.figures import (
     chosen,
     placement_of,
     role_lines,
+    setting_text,
     summary,
     tie_line,
 )
-from flowrl.planner.options import all_options
+from flowrl.planner.options import Setting, all_options
 from flowrl.planner.planning import plan_found
-from flowrl.planner.problem import Found, Problem
+from flowrl.planner.problem import LEAST_CHANGE, Found, Problem, digits
 from flowrl.planner.roles import Role
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
+from flowrl.planner.train_options import micro_batches
 
+NO_OTHER = "there is no other"
 OTHERS = 3
 """That a reason tells the price of."""
 
@@ -52,7 +55,7 @@ class Reason:
 
     role: str
     choice: str
-    """`mesh`, `layout` or `offload`."""
+    """`mesh`, `layout`, `offload`, or a setting: `recompute`, `micro_batch_tokens`, `utilization`."""
     chosen: str
     seconds: float
     """Predicted, of the plan with what was chosen."""
@@ -62,6 +65,10 @@ class Reason:
     """Whether the placement asked for it."""
     tie: float = 0.0
     """Part by which another may be faster and still count as equal."""
+    device_bytes: int = 0
+    """Of the plan with what was chosen."""
+    host_bytes: int = 0
+    if_none: str = NO_OTHER
 
     def __str__(self) -> str:
         if self.is_asked:
@@ -72,7 +79,7 @@ class Reason:
         if fitting:
             shown.append(f"next best {'; '.join(map(self._cost, fitting[:OTHERS]))}")
         elif not unfit:
-            shown.append("there is no other")
+            shown.append(self.if_none)
         if unfit:
             shown.append(f"do not fit: {', '.join(unfit)}" if len(unfit) > 1 else f"does not fit: {unfit[0]}")
         return "; ".join(shown)
@@ -80,11 +87,18 @@ class Reason:
     def _cost(self, other: Other) -> str:
         assert other.seconds is not None
         more = other.seconds - self.seconds
-        if abs(more) <= SHOWN * self.seconds:
-            sizes = f"{size_text(other.device_bytes)} per device, {size_text(other.host_bytes)} per host"
-            return f"{other.what}, as fast ({sizes})"
+        if abs(more) <= LEAST_CHANGE * self.seconds:
+            if (other.device_bytes, other.host_bytes) == (self.device_bytes, self.host_bytes):
+                return f"{other.what}, as fast and no less memory"
+            return f"{other.what}, as fast ({size_text(other.device_bytes)} per device, {size_text(other.host_bytes)} per host)"
         said = f"{other.what}, {'+' if more >= 0 else '-'}{time_text(abs(more))} ({change_text(other.seconds, self.seconds)})"
-        return said if more > 0 else f"{said}: a tie, below {self.tie:.1%}, and what was chosen is simpler"
+        if more > 0:
+            return said
+        return (
+            f"{said}, a tie"
+            if self.seconds <= other.seconds * (1 + self.tie)
+            else f"{said}, which the search passed over"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +122,7 @@ class Explanation:
             lines.append(f"  a tie: {tie}")
         lines += [f"  {_relief(one, self.summary.seconds)}" for one in self.relief]
         if self.reasons:
-            lines += ["", "why each choice (predicted; the rest is planned anew for each):"]
-            for role in dict.fromkeys(reason.role for reason in self.reasons):
-                lines.append(f"  {role}")
-                lines += [f"    {reason}" for reason in self.reasons if reason.role == role]
+            lines += ["", *_reason_lines(self.reasons)]
         elif self.plan.searched is not None:
             lines += [
                 "",
@@ -121,11 +132,20 @@ class Explanation:
         return "\n".join(lines).lstrip("\n")
 
 
+def _reason_lines(reasons: Sequence[Reason]) -> Iterator[str]:
+    part = reasons[0].tie
+    rule = f", and of plans within {part:.1%} the simplest is taken" if part else ""
+    yield f"why each choice (predicted; the rest is planned anew for each{rule}):"
+    for role in dict.fromkeys(reason.role for reason in reasons):
+        yield f"  {role}"
+        yield from (f"    {reason}" for reason in reasons if reason.role == role)
+
+
 def _relief(other: Other, seconds: float) -> str:
     if other.seconds is None:
         return f"with {other.what}: nothing fits"
     less = seconds - other.seconds
-    if less <= SHOWN * seconds:
+    if less <= LEAST_CHANGE * seconds:
         return f"with {other.what}: no faster"
     return (
         f"with {other.what}: {time_text(other.seconds)}, {time_text(less)} less ({change_text(other.seconds, seconds)})"
@@ -162,7 +182,7 @@ class _Asking:
     chosen: dict[str, Chosen]
 
     def reasons(self, role: Role) -> tuple[Reason, ...]:
-        return (self._mesh(role), self._layout(role), *self._offload(role))
+        return (self._mesh(role), self._layout(role), *self._offload(role), *self._settings(role))
 
     def relief(self) -> tuple[Other, ...]:
         """The best with twice the memory."""
@@ -180,11 +200,14 @@ class _Asking:
         predicted = plan_found(found, self.graph).predicted
         return Other(what, predicted.seconds, predicted.device_bytes, predicted.host_bytes)
 
-    def _reason(self, role: Role, choice: str, what: str, others: Sequence[Other], *, is_asked: bool = False) -> Reason:
-        fitting = sorted((o for o in others if o.seconds is not None), key=lambda other: (other.seconds, other.what))
+    def _reason(self, role: Role, choice: str, what: str, others: Sequence[Other], **said: Any) -> Reason:
+        fitting = sorted(
+            (o for o in others if o.seconds is not None), key=lambda other: (digits(other.seconds or 0.0), other.what)
+        )
         unfit = [other for other in others if other.seconds is None]
-        seconds = self.plan.predicted.seconds
-        return Reason(role.name, choice, what, seconds, (*fitting, *unfit), is_asked=is_asked, tie=self.problem.tie)
+        mine = self.plan.predicted
+        return Reason(role.name, choice, what, mine.seconds, (*fitting, *unfit), tie=self.problem.tie,
+                      device_bytes=mine.device_bytes, host_bytes=mine.host_bytes, **said)  # fmt: skip
 
     def _mesh(self, role: Role) -> Reason:
         """The role alone, or with the roles of another mesh; the planner chooses all sizes and layouts anew."""
@@ -212,7 +235,9 @@ class _Asking:
         options = all_options(role, keep.cluster, mesh, keep.workload, keep.choices)
         layouts = dict.fromkeys(option.layout for option in options if option.layout != layout.ordered("mod"))
         others = [self._best(self._fixed(role, one), str(one)) for one in layouts]
-        return self._reason(role, "layout", str(layout), others)
+        is_cut = not role.is_engine and layout.size > 1
+        if_none = "cut by tensor parallelism too it would be no faster" if is_cut else NO_OTHER
+        return self._reason(role, "layout", str(layout), others, if_none=if_none)
 
     def _offload(self, role: Role) -> tuple[Reason, ...]:
         """The same split with each other class of offload; nothing for a role that has none."""
@@ -229,6 +254,27 @@ class _Asking:
             if one != mine.offload
         ]
         return (self._reason(role, "offload", mine.offload, others),)
+
+    def _settings(self, role: Role) -> Iterator[Reason]:
+        """Where all stands as it does, and in these layouts: each other value of what an engine or a trainer may be set to."""
+        mine, keep = self.chosen[role.name], self.problem
+        may: dict[str, Sequence[Setting]] = {}
+        if role.is_engine:
+            may["utilization"] = keep.choices.utilization
+        elif role.is_trained:
+            may["recompute"] = keep.choices.recompute
+            may["micro_batch_tokens"] = micro_batches(keep.choices, keep.workload, mine.layout.tp)
+        placed = replace(keep, placement=placement_of(self.plan))
+        said = dict(mine.settings)
+        asked = {key for name, key, _ in keep.only if name == role.name}
+        for key, values in may.items():
+            if key in said and len(set(values)) > 1:
+                others = [
+                    self._best(replace(placed, only=(*keep.only, (role.name, key, one))), setting_text(one))
+                    for one in dict.fromkeys(values)
+                    if one != said[key] and key not in asked
+                ]
+                yield self._reason(role, key, setting_text(said[key]), others, is_asked=key in asked)
 
     def _split(self, sets: Sequence[Sequence[str]]) -> Problem:
         """The same problem with roles in these sets, and the layouts that were asked for."""

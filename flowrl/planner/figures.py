@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from flowrl.cost.text import aligned, size_text, time_text
 from flowrl.mesh import Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
-from flowrl.planner.problem import Problem
+from flowrl.planner.problem import LEAST_CHANGE, Problem
 from flowrl.planner.simulate import memory
 from flowrl.planner.steps import Plan, Setting, Step
 from flowrl.planner.tasks import Hold, Lane
 
-SHOWN = 5e-4
-"""A difference in seconds below this part is none in a text that has percents with one digit."""
 PARTS = 5
 """Of what a step holds, those that a table names."""
+STEPS = 3
+"""Of what makes a mesh busy, those that a line names, as far as they take `LEAST_PART` of the time."""
+LEAST_PART = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Load:
     busy_s: float
     critical_s: float
     """Of the critical path."""
+    steps: tuple[tuple[str, float], ...] = ()
+    """With their seconds, the longest first; where iterations do not overlap, those of the critical path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +115,23 @@ def _loads(plan: Plan) -> tuple[Load, ...]:
     for step in plan.steps:
         if step.lanes:
             found.setdefault((mesh_name(plan, step.mesh), step.lanes[0]), []).append(step)
-    loads = [
-        Load(
-            mesh,
-            lane,
-            tuple(dict.fromkeys(map(role_of, steps))),
-            sum(step.predicted.seconds for step in steps),
-            sum(step.predicted.seconds for step in steps if step.name in critical),
-        )
-        for (mesh, lane), steps in found.items()
-    ]
+    loads = [_load(mesh, lane, steps, critical, bool(plan.max_staleness)) for (mesh, lane), steps in found.items()]
     if plan.max_staleness:
         return tuple(sorted(loads, key=lambda one: (-one.busy_s, one.mesh, one.lane)))
     return tuple(sorted(loads, key=lambda one: (-one.critical_s, one.mesh, one.lane)))
+
+
+def _load(mesh: str, lane: Lane, steps: Sequence[Step], critical: Set[str], is_overlapped: bool) -> Load:
+    on_path = [step for step in steps if step.name in critical]
+    ranked = sorted(steps if is_overlapped else on_path, key=lambda step: (-step.predicted.seconds, step.name))
+    return Load(
+        mesh,
+        lane,
+        tuple(dict.fromkeys(map(role_of, steps))),
+        sum(step.predicted.seconds for step in steps),
+        sum(step.predicted.seconds for step in on_path),
+        tuple((step.name, step.predicted.seconds) for step in ranked),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -222,13 +229,22 @@ def placement_of(plan: Plan) -> Placement:
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
+UNSAID = {("park_weights", False)}
+"""A setting that is for two classes of offload only."""
+
+
 def role_lines(plan: Plan) -> list[str]:
     """What was chosen for each role, a line each: mesh, layout, settings."""
     rows = [("role", "mesh", "layout", "settings")]
     for name, one in chosen(plan).items():
-        settings = ", ".join(f"{key} {value}" for key, value in one.settings)
-        rows.append((name, mesh_name(plan, one.mesh), str(one.layout), settings))
+        settings = (f"{key} {setting_text(value)}" for key, value in one.settings if (key, value) not in UNSAID)
+        rows.append((name, mesh_name(plan, one.mesh), str(one.layout), ", ".join(settings)))
     return aligned(rows, "llll")
+
+
+def setting_text(value: Setting) -> str:
+    """`yes`, `no`, or the value."""
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def binding_lines(found: Summary, plan: Plan) -> list[str]:
@@ -240,9 +256,12 @@ def binding_lines(found: Summary, plan: Plan) -> list[str]:
         mine = load.busy_s if plan.max_staleness else load.critical_s
         part = f" ({mine / whole:.0%})" if whole else ""
         what = "is busy" if plan.max_staleness else "is on the critical path"
+        longest = [
+            f"{name} {time_text(s)} ({s / whole:.0%})" for name, s in load.steps[:STEPS] if s > LEAST_PART * whole
+        ]
         lines.append(
             f"time: {load.mesh} ({', '.join(load.roles)}), lane {load.lane}, {what} for {time_text(mine)} of "
-            f"{time_text(whole)}{part}; its longest step is {found.longest[0]}, {time_text(found.longest[1])}"
+            f"{time_text(whole)}{part}{'; longest there: ' * bool(longest)}{', '.join(longest)}"
         )
     for name, used, capacity, during in (
         ("device", found.device_bytes, found.device_capacity_bytes, f", most during {found.during}"),
@@ -267,7 +286,9 @@ def alternative_lines(plan: Plan) -> list[str]:
 def tie_line(plan: Plan) -> str:
     """What another plan is predicted to gain, where that is too little to choose it; else empty."""
     searched, seconds = plan.searched, plan.predicted.seconds
-    faster = [] if searched is None else [one for one in searched.alternatives if one.seconds < seconds * (1 - SHOWN)]
+    faster = (
+        [] if searched is None else [one for one in searched.alternatives if one.seconds < seconds * (1 - LEAST_CHANGE)]
+    )
     if searched is None or not faster:
         return ""
     best = min(faster, key=lambda one: one.seconds)

@@ -24,7 +24,7 @@ class Others:
 
 def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort) -> Others:
     """The fastest plans of other splits; and on the meshes of the best one, with another layout of each role that is sampled
-    from or trained, and with nothing offloaded.
+    from or trained, with less of each role offloaded, and with nothing offloaded.
 
     Counted in branches together (`Effort.alternative_branches`); what is found when they are used up is what there is.
     """
@@ -34,7 +34,7 @@ def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort)
     budget = Budget(effort.alternative_branches)
     found = [] if fastest == best else [fastest]
     refused: list[str] = []
-    for name, takes in _variants(space, best):
+    for name, takes, is_said in _variants(space, best):
         fill = Fill(space, mine, best.meshes, budget, takes)
         try:
             fill.fastest(INFINITE)
@@ -43,7 +43,7 @@ def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort)
         finally:
             if fill.best is not None:
                 found.append(fill.best)
-        if fill.best is None:
+        if fill.best is None and is_said:
             sets = zip(mine, best.meshes, strict=True)
             why = next(
                 filter(None, (shortage(space, one, mesh.size, takes) for one, mesh in sets)), "not all of it fits"
@@ -63,18 +63,28 @@ def _split(space: Space, candidate: Candidate) -> Split:
     return tuple(tuple(space.index[option.role] for option in one.options) for one in candidate.combinations)
 
 
-def _variants(space: Space, best: Candidate) -> list[tuple[str, Callable[[Option], bool]]]:
-    """What may be asked of the options on the same meshes."""
-    found: list[tuple[str, Callable[[Option], bool]]] = []
+def _variants(space: Space, best: Candidate) -> list[tuple[str, Callable[[Option], bool], bool]]:
+    """What may be asked of the options on the same meshes, and whether it is said when nothing fits then.
+
+    Of a trainer's layouts only those are offered that are worth something (`flowrl.planner.options`), so that one that is
+    missing may well fit. Less offload of one role says no more than nothing offloaded.
+    """
+    found: list[tuple[str, Callable[[Option], bool], bool]] = []
     for mesh, one in zip(best.meshes, best.combinations, strict=True):
         for mine in one.options:
             role = space.roles[space.index[mine.role]]
             layouts = {option.layout for option in space.options(space.index[mine.role], mesh.size)}
             if (role.is_engine or role.is_trained) and len(layouts) > 1:
-                found.append((f"another layout of '{role.name}'", _another(mine)))
+                found.append((f"another layout of '{role.name}'", _another(mine), role.is_engine))
+            if burden(mine):
+                found.append((f"less of '{role.name}' offloaded", _lighter(mine), False))
     if any(burden(option) for one in best.combinations for option in one.options):
-        found.append(("nothing offloaded", lambda option: burden(option) == 0))
+        found.append(("nothing offloaded", lambda option: burden(option) == 0, True))
     return found
+
+
+def _lighter(mine: Option) -> Callable[[Option], bool]:
+    return lambda option: option.role != mine.role or burden(option) < burden(mine)
 
 
 def _another(mine: Option) -> Callable[[Option], bool]:

@@ -24,12 +24,13 @@ from flowrl.planner.bound import bound_s
 from flowrl.planner.lower import plan_of
 from flowrl.planner.offered import check_placement
 from flowrl.planner.options import Choices
-from flowrl.planner.problem import Found, Problem, host_bytes
+from flowrl.planner.problem import LEAST_CHANGE, Found, Problem, digits, host_bytes
 from flowrl.planner.relax import explain
 from flowrl.planner.report import Alternative, Searched
 from flowrl.planner.search import search
 from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan
+from flowrl.planner.ties import simplicity, why_simpler
 from flowrl.planner.workload import Workload
 
 HEADS = {"values": "value", "score": "reward"}
@@ -73,7 +74,7 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     """The plan of the best that a search has found, with what the search looked at. `graph` is that of `problem_of`.
 
     The search counts copies of parked state inside the calls that need it; a plan may hide them beside other work. So all that
-    the search kept is planned, and another one than its best is taken where that is faster by more than `Problem.tie`.
+    the search kept is planned, and of those that then tie with the fastest (`Problem.tie`) the simplest is taken.
 
     Errors: PlanError when nothing was found that fits; `flowrl.planner.relax.explain` says why.
     """
@@ -86,16 +87,15 @@ def plan_found(found: Found, graph: Graph) -> Plan:
         for one, outlook in zip(kept, outlooks, strict=True)
     ]
     least = min(range(len(timed)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
-    is_tied = (
-        timed[0].seconds <= timed[least].seconds * (1 + found.problem.tie)
-        and timed[0].numerics <= timed[least].numerics
-    )
-    chosen = 0 if is_tied else least
+    limit_s = timed[least].seconds * (1 + found.problem.tie)
+    tied = [index for index, one in enumerate(timed) if one.seconds <= limit_s]
+    chosen = min(tied, key=lambda index: (simplicity(found.problem, timed[index]), index))
     plan = plan_of(found.problem, kept[chosen], graph)
     timed[chosen] = replace(timed[chosen], seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
     listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
-    ranked = sorted(listed, key=lambda one: one.seconds)
-    simpler = found.why_simpler if chosen == 0 else ""
+    ranked = sorted(listed, key=lambda one: (digits(one.seconds), str(one.placement)))
+    is_faster = timed[least].seconds < timed[chosen].seconds * (1 - LEAST_CHANGE)
+    simpler = why_simpler(found.problem, timed[chosen], timed[least]) if is_faster else ""
     placed = replace(found, best=timed[chosen], others=tuple(ranked), why_simpler=simpler)
     # an engine has the weights of its model, without what the trainer adds to them: the trainer's shape says more
     models = {role.model: role.shape for role in sorted(found.problem.roles, key=lambda role: role.is_trained)}

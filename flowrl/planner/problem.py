@@ -19,6 +19,8 @@ from flowrl.planner.roles import Role, roles_of
 from flowrl.planner.workload import Workload
 
 INFINITE = float("inf")
+LEAST_CHANGE = 5e-4
+"""A difference in seconds below this part is none in a text that has percents with one digit."""
 GIB = 2**30
 
 
@@ -204,25 +206,53 @@ class Found:
         return INFINITE if self.best is None else self.best.seconds / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
     def why_not(self, other: Candidate) -> str:
-        """Why another candidate lost, in one line."""
+        """Why another candidate lost, in one line: its seconds, what it does otherwise, and what then takes longer."""
         best = self.best
         assert best is not None
-        index = max(range(len(other.meshes)), key=lambda one: other.busy_s[one])
         more = other.seconds / best.seconds - 1 if best.seconds else 0.0
-        names = ", ".join(option.role for option in other.combinations[index].options)
-        line = f"{other.placement}: {other.seconds:.1f} s ({more:+.1%}); "
-        for placed in self.problem.roles:
-            mine, theirs = (dict(one.option(placed.name).settings).get("offload", "none") for one in (best, other))
-            if mine != theirs:
-                line += f"'{placed.name}' offload {mine} -> {theirs}; "
+        change = f"{more:+.1%}" if abs(more) >= LEAST_CHANGE else "as fast"
+        said = [
+            f"{other.placement}: {other.seconds:.1f} s ({change})",
+            *settings_changed(self.problem.roles, best, other),
+        ]
         work = work_of(self.problem.roles)
-        at = max(range(len(work)), key=lambda one: other.work_s[one] - best.work_s[one])
-        if other.work_s[at] > best.work_s[at]:
+        sign = 1 if more >= 0 else -1  # of a faster one, what it does faster
+        at = max(range(len(work)), key=lambda one: sign * (other.work_s[one] - best.work_s[one]))
+        if sign * (other.work_s[at] - best.work_s[at]) > LEAST_CHANGE * best.seconds:
             role, call, _ = work[at]
             owner = self.problem.roles[role]
             name = f"the weights of '{owner.name}'" if call is None else f"'{owner.calls[call].node}'"
-            line += f"{name} {best.work_s[at]:.1f} -> {other.work_s[at]:.1f} s; "
-        return line + f"{other.meshes[index]} ({names}) is busy for {other.busy_s[index]:.1f} s"
+            said.append(f"{name} {best.work_s[at]:.1f} -> {other.work_s[at]:.1f} s")
+        if len(other.meshes) > 1:
+            index = max(range(len(other.meshes)), key=lambda one: other.busy_s[one])
+            names = ", ".join(option.role for option in other.combinations[index].options)
+            said.append(f"{other.meshes[index]} ({names}) is busy for {other.busy_s[index]:.1f} s")
+        if more <= -LEAST_CHANGE:
+            said.append("a tie, and the plan is simpler")
+        return "; ".join(said)
+
+
+def digits(seconds: float) -> float:
+    """As many digits as do not depend on the order in which a sum was taken: for texts that sort by them."""
+    return float(f"{seconds:.9g}")
+
+
+def settings_changed(roles: Sequence[Role], best: Candidate, other: Candidate) -> list[str]:
+    """`'policy' offload park -> sopt`: where offload and optimizers differ; if neither they nor layouts do, all that does."""
+
+    def differ(keys: Sequence[str]) -> list[str]:
+        found = []
+        for role in roles:
+            mine, theirs = (dict(one.option(role.name).settings) for one in (best, other))
+            found += [
+                f"'{role.name}' {key} {mine[key]} -> {theirs[key]}"
+                for key in keys or mine
+                if key in mine and key in theirs and mine[key] != theirs[key]
+            ]
+        return found
+
+    said = differ(("offload", "optimizer"))
+    return said if said or other.placement != best.placement else differ(())
 
 
 # ------------------------------------------------------------------------------------------------------------ structure

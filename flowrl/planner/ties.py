@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from flowrl.mesh import Layout
 from flowrl.planner.options import Option
-from flowrl.planner.problem import GIB, Candidate, Problem
+from flowrl.planner.problem import GIB, Candidate, Problem, settings_changed
 
 Simplicity = tuple[int, int, int, int, int, float]
 """Lower is simpler."""
@@ -67,17 +67,18 @@ def why_simpler(problem: Problem, best: Candidate, fastest: Candidate) -> str:
         return ""
     one, other = simplicity(problem, best), simplicity(problem, fastest)
     said = (
-        ("numerics are those asked for", "a rank of numerics"),
-        ("fewer meshes", "meshes"),
-        ("fewer layout changes", "layout changes"),
-        ("less offload", "steps of offload"),
-        ("less device memory", "GiB"),
-        ("faster", "s"),
+        "numerics are those asked for",
+        f"fewer meshes ({one[1]} against {other[1]} meshes)",
+        f"fewer layout changes ({one[2]} against {other[2]})",
+        "less is offloaded",
+        f"less device memory ({one[4]} against {other[4]} GiB)",
+        "faster",
     )
     at = next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(said) - 1)
-    text, unit = said[at]
     slower = best.seconds / fastest.seconds - 1 if fastest.seconds else 0.0
+    changed = ", ".join(settings_changed(problem.roles, best, fastest))
+    name = str(fastest.placement) if fastest.placement != best.placement else f"the same placement with {changed}"
     return (
-        f"a tie: {fastest.placement} is predicted {slower:.1%} faster, less than the model can tell apart "
-        f"({problem.tie:.1%}); {text} ({one[at]:g} against {other[at]:g} {unit})"
+        f"a tie: {name} is predicted {slower:.1%} faster, less than the model can tell apart ({problem.tie:.1%}); this plan is "
+        f"simpler: {said[at]}"
     )
