@@ -204,7 +204,7 @@ def _cut(output: nn.Module | None, rows: Tensor, positions: Tensor) -> Iterator[
         fired.append(True)
         return (inputs[0][rows, positions][None], *inputs[1:])
 
-    handle = output.register_forward_pre_hook(select)
+    handle = output.register_forward_pre_hook(select, prepend=True)  # before hooks that cut its input for other ranks
     try:
         yield fired
     finally:
@@ -228,7 +228,7 @@ def _is_plain(module: nn.Module, output: nn.Module) -> bool:
         large.append(1e3 * noise.to(inputs[0]))
         return (large[0], *inputs[1:])
 
-    handle = output.register_forward_pre_hook(swap)
+    handle = output.register_forward_pre_hook(swap, prepend=True)
     try:
         logits = logits_of(module(input_ids=ids, use_cache=False))
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,22 +53,32 @@ class TorchEngine:
 
         Errors: EngineError naming what is missing (path, head, tokenizer) and what to do; ConfigError for a use not known.
         """
-        for use in sorted(uses):
-            if use not in USES:
-                raise ConfigError(f"a model is used for {', '.join(USES)}; found {use!r}; {nearest(use, USES)}")
-            needed = HEAD_OF_USE.get(use, model.head)
-            if needed != model.head:
-                raise EngineError(
-                    f"model '{name}' is used for '{use}', which needs head='{needed}'; it has head='{model.head}'; "
-                    f"write fr.Model(..., head='{needed}')"
-                )
+        check_uses(name, model, uses)
         loaded = load(name, model, seed=seed, trains="update" in uses)
-        if loaded.new_head and "update" not in uses and "source" not in uses:
-            raise EngineError(
-                f"model '{name}' has no trained {model.head} head in {model.source!r}, and nothing trains it here, so "
-                "its numbers would mean nothing; give a model whose head is trained"
-            )
+        refuse_untrained(name, model, loaded, uses)
         return TorchHost(name, model, loaded, uses)
+
+
+def check_uses(name: str, model: Model, uses: frozenset[str]) -> None:
+    """Errors: ConfigError for a use not known; EngineError for one that the model's head does not serve."""
+    for use in sorted(uses):
+        if use not in USES:
+            raise ConfigError(f"a model is used for {', '.join(USES)}; found {use!r}; {nearest(use, USES)}")
+        needed = HEAD_OF_USE.get(use, model.head)
+        if needed != model.head:
+            raise EngineError(
+                f"model '{name}' is used for '{use}', which needs head='{needed}'; it has head='{model.head}'; "
+                f"write fr.Model(..., head='{needed}')"
+            )
+
+
+def refuse_untrained(name: str, model: Model, loaded: Loaded, uses: frozenset[str]) -> None:
+    """Errors: EngineError when a head is new and nothing trains it."""
+    if loaded.new_head and "update" not in uses and "source" not in uses:
+        raise EngineError(
+            f"model '{name}' has no trained {model.head} head in {model.source!r}, and nothing trains it here, so "
+            "its numbers would mean nothing; give a model whose head is trained"
+        )
 
 
 class TorchHost:
@@ -85,8 +95,8 @@ class TorchHost:
         trains = "update" in uses
         if not trains:
             self.module.requires_grad_(False)
-        self.weights = Weights(name, self.module)
-        self.forward = Forward(name, self.module, head=model.head, vocab_size=self.tokenizer.vocab_size)
+        self.weights = self._make_weights()
+        self.forward = self._make_forward()
         self.num_ids = embedding_rows(name, self.module)
         self._checkpointed: list[torch.nn.Module] = []
         self.trainer: Trainer | None = None
@@ -96,19 +106,28 @@ class TorchHost:
                 # recomputation runs without a cache, which sharing needs
                 self.forward.shares_prompts = False
                 self._checkpointed = _checkpointed_layers(name, self.module)
-            self.trainer = Trainer(
-                self.forward,
-                self.weights,
-                model.optimizer,
-                micro_batch_tokens=model.micro_batch_tokens,
-                max_context=self._context,
-            )
+            self.trainer = self._make_trainer()
         self._sampler: Sampler | None = None
         if "generate" in uses and model.sampler == "transformers":
             self._sampler = TransformersSampler(
                 self.module, self.tokenizer, model, name=name, max_context=self._context, shared=True
             )
         self._start_sum = ""
+
+    def _make_weights(self) -> Weights:
+        return Weights(self.name, self.module)
+
+    def _make_forward(self) -> Forward:
+        return Forward(self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size)
+
+    def _make_trainer(self) -> Trainer:
+        return Trainer(
+            self.forward,
+            self.weights,
+            self.spec.optimizer,
+            micro_batch_tokens=self.spec.micro_batch_tokens,
+            max_context=self._context,
+        )
 
     @property
     def max_context(self) -> int | None:
@@ -155,7 +174,7 @@ class TorchHost:
         for batch in self._batches(rows):
             found, _ = self._run(self._stats, batch, rows)
             out[batch.flat_T] = found.cpu().numpy()
-        return Ragged.like(out, rows.response_ids)
+        return Ragged.like(self._joined(out), rows.response_ids)
 
     def top_logprobs(self, rows: TokenRows, k: int) -> tuple[Ragged, Ragged]:
         """([T, k] int32 ids, [T, k] float32 nats), likeliest first."""
@@ -170,6 +189,7 @@ class TorchHost:
             for start, top_ids, top_nats in self._run(self._top, batch, rows, k):
                 flat = batch.flat_T[start : start + len(top_ids)]
                 ids[flat], nats[flat] = top_ids.cpu().numpy(), top_nats.cpu().numpy()
+        ids, nats = self._joined(ids), self._joined(nats)
         return Ragged.like(ids, rows.response_ids), Ragged.like(nats, rows.response_ids)
 
     def values(self, rows: TokenRows) -> Ragged:
@@ -178,7 +198,7 @@ class TorchHost:
         out = np.zeros(len(rows.response_ids.values), np.float32)
         for batch in self._batches(rows):
             out[batch.flat_T] = self._run(self._values, batch, rows).cpu().numpy()
-        return Ragged.like(out, rows.response_ids)
+        return Ragged.like(self._joined(out), rows.response_ids)
 
     def score(self, rows: TokenRows) -> np.ndarray:
         """[N] float32: the reward head at the last token."""
@@ -186,7 +206,11 @@ class TorchHost:
         out = np.zeros(len(rows), np.float32)
         for batch in self._batches(rows, whole=True):
             out[batch.rows] = self._run(self._scores, batch, rows).cpu().numpy()
-        return out
+        return self._joined(out)
+
+    def _joined(self, found: np.ndarray) -> np.ndarray:
+        """What was found, with what other processes found of the same rows; places that are not theirs hold 0."""
+        return found
 
     def _batches(self, rows: TokenRows, *, whole: bool = False) -> list[Batch]:
         sequences = Sequences.of(rows, num_ids=self.num_ids, max_length=self._context)
@@ -200,8 +224,12 @@ class TorchHost:
         budget = self.spec.sample_batch_tokens
         shares = self.forward.shares_prompts and not whole
         units = prompt_units(sequences, busy, lengths[busy], budget) if shares else None
-        blocks = split_by_tokens(lengths[busy], budget, groups=units)
+        blocks = self._blocks(lengths[busy], budget, units)
         return [make_batch(sequences, rows.response_ids, busy[b], mask=None, fill=0, whole=whole) for b in blocks]
+
+    def _blocks(self, lengths: np.ndarray, budget: int, units: np.ndarray | None) -> Iterable[np.ndarray]:
+        """Places of the rows of each forward pass; see `split_by_tokens`."""
+        return split_by_tokens(lengths, budget, groups=units)
 
     @torch.no_grad()
     def _run(self, function: Any, *args: Any) -> Any:

@@ -73,6 +73,12 @@ def load(name: str, model: Model, *, seed: int, trains: bool) -> Loaded:
     module.to(device)
     cast_parameters(module, dtype)
     module.eval()
+    tokenizer, hf_tokenizer = tokenizer_of(name, model, module, place)
+    return Loaded(module, tokenizer, hf_tokenizer, new_head)
+
+
+def tokenizer_of(name: str, model: Model, module: nn.Module, place: Pretrained | None) -> tuple[Tokenizer, Any]:
+    """(tokenizer, the Hugging Face one behind it or None) of a model; `place` is where the model came from, if from files."""
     given = model.tokenizer
     if given is None and place is not None:
         given = _tokenizer(name, place.path, place.options)
@@ -81,11 +87,11 @@ def load(name: str, model: Model, *, seed: int, trains: bool) -> Loaded:
         given = _tokenizer(name, found.path, found.options)
     num_ids = embedding_rows(name, module)
     if given is None:
-        return Loaded(module, IdsOnly(name, num_ids), None, new_head)
+        return IdsOnly(name, num_ids), None
     tokenizer = adapt_tokenizer(
         name, given, chat_template=model.chat_template, eos_ids=_eos_ids(module), num_ids=num_ids
     )
-    return Loaded(module, tokenizer, given if isinstance(given, PreTrainedTokenizerBase) else None, new_head)
+    return tokenizer, given if isinstance(given, PreTrainedTokenizerBase) else None
 
 
 def _device(name: str, asked: str | None) -> torch.device:

@@ -15,9 +15,9 @@ ratios between the two would differ from 1 before any step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from flowrl.engines.packing import (
 )
 from flowrl.engines.protocol import Stat, UpdateJob, UpdateReport
 from flowrl.engines.segments import Segments
-from flowrl.engines.weights import Weights, to_numpy
+from flowrl.engines.weights import Weights
 from flowrl.errors import DataError, EngineError, OperatorError
 from flowrl.graph.losses import is_live, reads_of
 from flowrl.model import AdamW
@@ -46,6 +46,7 @@ from flowrl.schema.columns import nearest
 from flowrl.schema.ragged import Ragged
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+T = TypeVar("T")
 
 
 def learning_rate(options: AdamW, step: int) -> float:
@@ -84,6 +85,19 @@ class Step:
 
     loss: Tensor
     metrics: dict[str, tuple[Tensor, int]]
+    is_live: bool
+    """Whether any of it depends on the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A whole optimizer step in numbers."""
+
+    loss: float
+    grad_norm: float
+    metrics: Mapping[str, tuple[float, float]]
+    """name -> (sum, count)."""
+    is_live: bool
 
 
 class Trainer:
@@ -162,9 +176,11 @@ class Trainer:
             report.metrics.setdefault("empty_steps", Stat(count=1)).total += 1
             return
         step = self._accumulate(work, rows)
-        grads = [m.grad for m in self.trained.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else step.loss.new_zeros(())
-        loss_value, norm_value = torch.stack([step.loss.double(), norm.double()]).tolist()
+        grads = self._gradients()
+        numbers = self._numbers(step, grads)
+        if not numbers.is_live:
+            raise _learns_nothing(work.job)
+        loss_value, norm_value = numbers.loss, numbers.grad_norm
         rate = learning_rate(self.options, self.steps)
         limit = self.options.max_grad_norm
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -172,7 +188,7 @@ class Trainer:
             report.skipped += 1
             return
         if limit is not None and norm_value > limit:
-            torch._foreach_mul_(grads, limit / norm_value)
+            torch._foreach_mul_(list(grads.values()), limit / norm_value)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -186,10 +202,27 @@ class Trainer:
         _add(report, "lr", rate)
         if limit is not None:
             _add(report, "grad_clipped", float(norm_value > limit))
-        if step.metrics:
-            names, sums = list(step.metrics), torch.stack([total for total, _ in step.metrics.values()]).tolist()
-            for name, total in zip(names, sums, strict=True):
-                report.metrics.setdefault(name, Stat()).add(total, step.metrics[name][1])
+        for name, (total, count) in numbers.metrics.items():
+            report.metrics.setdefault(name, Stat()).add(total, count)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """What this process holds of the gradients, by parameter; parameters without one are left out."""
+        return {name: master.grad for name, master in self.trained.items() if master.grad is not None}
+
+    def _numbers(self, step: Step, grads: Mapping[str, Tensor]) -> Numbers:
+        """The step in numbers, read from the device."""
+        norm = torch.nn.utils.get_total_norm(list(grads.values())) if grads else step.loss.new_zeros(())
+        loss, grad_norm = torch.stack([step.loss.double(), norm.double()]).tolist()
+        return Numbers(loss, grad_norm, sums_of(step), step.is_live)
+
+    def _blocks(self, work: Work, rows: np.ndarray) -> Iterable[np.ndarray]:
+        """The rows of each micro-batch."""
+        groups = self._groups(work, rows)
+        return (rows[block] for block in split_by_tokens(work.lengths[rows], self.micro_batch_tokens, groups=groups))
+
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call what runs the module. A place for what must be around it."""
+        return function(*args)
 
     def _groups(self, work: Work, rows: np.ndarray) -> np.ndarray | None:
         """[N] int: rows that must, or that had better, share a micro-batch."""
@@ -206,12 +239,11 @@ class Trainer:
         """Gradients of the step's loss, added up over micro-batches."""
         token_weight, row_weight = step_weights(work.job, work.counts, rows)
         rows = _with_work(work, rows)
-        groups = self._groups(work, rows)
         loss = torch.zeros((), device=self.forward.device)
         metrics: dict[str, tuple[Tensor, int]] = {}
         is_live = False
-        for block in split_by_tokens(work.lengths[rows], self.micro_batch_tokens, groups=groups):
-            part, found = self._micro_batch(work, rows[block], token_weight, row_weight)
+        for block in self._blocks(work, rows):
+            part, found = self._run(self._micro_batch, work, block, token_weight, row_weight)
             if part.requires_grad:
                 is_live = True
                 part.backward()
@@ -219,13 +251,7 @@ class Trainer:
             for name, (total, count) in found.items():
                 before = metrics.get(name)
                 metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
-        if not is_live:
-            terms = ", ".join(repr(term.short_name) for term in work.job.loss.terms())
-            raise OperatorError(
-                f"the loss {terms} does not depend on the model, so nothing would be learned: it reads no live column "
-                "(logprobs, entropy, values, scores, logits), or cuts the gradient (.detach(), a comparison, NumPy)"
-            )
-        return Step(loss, metrics)
+        return Step(loss, metrics, is_live)
 
     def _micro_batch(
         self, work: Work, rows: np.ndarray, token_weight: np.ndarray, row_weight: np.ndarray
@@ -289,7 +315,7 @@ class Trainer:
         """Optimizer state by parameter name, and the place in the schedule."""
         held = self.optimizer.state
         adam = {
-            name: {"step": float(held[m]["step"]), **{k: to_numpy(held[m][k]) for k in ADAM_STATE[1:]}}
+            name: {"step": float(held[m]["step"]), **{k: self.weights.array(held[m][k]) for k in ADAM_STATE[1:]}}
             for name, m in self.trained.items()
             if held.get(m)
         }
@@ -322,9 +348,7 @@ class Trainer:
             self.optimizer.state.clear()
             for name, entry in adam.items():
                 master = self.trained[name]
-                moments = {
-                    k: torch.from_numpy(np.array(entry[k])).to(master.device, master.dtype) for k in ADAM_STATE[1:]
-                }
+                moments = {k: self.weights.placed(entry[k], master) for k in ADAM_STATE[1:]}
                 step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=master.device)
                 self.optimizer.state[master] = {"step": step, **moments}
         if "schedule" in state:
@@ -347,6 +371,22 @@ def step_weights(job: UpdateJob, counts: np.ndarray, rows: np.ndarray) -> tuple[
     token, row = np.zeros((2, len(counts)), np.float32)
     token[rows], row[rows] = found
     return token, row
+
+
+def sums_of(step: Step) -> dict[str, tuple[float, float]]:
+    """(sum, count) of each metric, read from the device at once."""
+    if not step.metrics:
+        return {}
+    sums: Sequence[float] = torch.stack([total for total, _ in step.metrics.values()]).tolist()
+    return {name: (total, step.metrics[name][1]) for name, total in zip(step.metrics, sums, strict=True)}
+
+
+def _learns_nothing(job: UpdateJob) -> OperatorError:
+    terms = ", ".join(repr(term.short_name) for term in job.loss.terms())
+    return OperatorError(
+        f"the loss {terms} does not depend on the model, so nothing would be learned: it reads no live column "
+        "(logprobs, entropy, values, scores, logits), or cuts the gradient (.detach(), a comparison, NumPy)"
+    )
 
 
 def _with_work(work: Work, rows: np.ndarray) -> np.ndarray:

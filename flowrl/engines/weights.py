@@ -99,7 +99,15 @@ class Weights:
 
     def export(self) -> dict[str, np.ndarray]:
         """Masters and persistent buffers as NumPy arrays of their own; bfloat16 becomes float32, which loses nothing."""
-        return {name: to_numpy(tensor) for name, tensor in (*self.masters.items(), *self.buffers.items())}
+        return {name: self.array(tensor) for name, tensor in (*self.masters.items(), *self.buffers.items())}
+
+    def array(self, tensor: Tensor) -> np.ndarray:
+        """All of one of its tensors, or of a tensor laid out like it, as an array of its own."""
+        return to_numpy(tensor)
+
+    def placed(self, array: np.ndarray, like: Tensor) -> Tensor:
+        """A whole array as a new tensor that lies as `like` does: the inverse of `array`."""
+        return torch.from_numpy(np.array(array)).to(like.device, like.dtype)
 
     @torch.no_grad()
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -108,15 +116,23 @@ class Weights:
         self.match(shapes, "the saved state")
         for name, tensor in (*self.masters.items(), *self.buffers.items()):
             if name in arrays:
-                tensor.copy_(torch.from_numpy(np.array(arrays[name])))
+                self.fill(tensor, torch.from_numpy(np.array(arrays[name])))
         self.publish()
+
+    def fill(self, tensor: Tensor, whole: Tensor) -> None:
+        """Write a whole tensor into one of its own."""
+        tensor.copy_(whole)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of its tensors, on its device."""
+        return tensor.detach()
 
     def checksum(self) -> str:
         """Equal for equal bits, whatever the device and the number of threads: sums of the bits as integers wrap around
         and do not depend on their order."""
         total = 0
         for name, tensor in (*self.masters.items(), *self.buffers.items()):
-            flat = tensor.detach().reshape(-1).contiguous()
+            flat = self.whole(tensor).reshape(-1).contiguous()
             bits = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
             place = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int64)
             number = int((bits.to(torch.int64) * place).sum()) if len(bits) else 0

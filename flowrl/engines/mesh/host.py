@@ -1,0 +1,239 @@
+"""A model on a mesh of ranks: scores and trains as `TorchHost` does on one device, with the same numbers.
+
+Every rank opens the model and makes the same calls with the same rows, in the same order; every rank gets the whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.engines.forward import Forward
+from flowrl.engines.host_torch import PRECISIONS, TorchHost, check_uses, refuse_untrained
+from flowrl.engines.loading import Loaded, find_pretrained, load, tokenizer_of
+from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.engines.mesh.sharding import Precision, shard
+from flowrl.engines.mesh.shares import nothing, shared_blocks
+from flowrl.engines.mesh.sources import Safetensors, Source, empty_module, missing, safetensors_files
+from flowrl.engines.mesh.trainer import MeshTrainer
+from flowrl.engines.mesh.weights import MeshWeights
+from flowrl.engines.packing import Batch
+from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions, TokenRows
+from flowrl.engines.trainer_torch import ADAM_STATE
+from flowrl.errors import EngineError
+from flowrl.model import Model
+
+
+def open_on_mesh(
+    name: str, model: Model, uses: frozenset[str], mesh: RankMesh, *, seed: int, compile_backend: str | None = None
+) -> MeshHost:
+    """Load a model and cut it for the ranks of a mesh. Every rank of the mesh calls this.
+
+    A language model in safetensors files is read layer by layer. Any other source is built whole on the host of each rank, and
+    only its shards reach the device.
+
+    Errors: those of `TorchEngine.open`; ConfigError for a layout that does not cut the model.
+    """
+    check_uses(name, model, uses)
+    if "generate" in uses:
+        _no_sampler(name)
+    loaded, source = _on_host(name, model, uses, seed)
+    refuse_untrained(name, model, loaded, uses)
+    return MeshHost(name, model, loaded, uses, mesh, source=source, compile_backend=compile_backend)
+
+
+def _on_host(name: str, model: Model, uses: frozenset[str], seed: int) -> tuple[Loaded, Source | None]:
+    """The module on the host; with a source, its parameters are on the meta device."""
+    if model.head == "lm" and isinstance(model.source, str | Path):
+        place = find_pretrained(name, model.source)
+        files = safetensors_files(place.path)
+        if files and "gguf_file" not in place.options:
+            from transformers import AutoConfig
+
+            module = empty_module(name, AutoConfig.from_pretrained(place.path, **place.options))
+            source = Safetensors(files, str(getattr(module, "base_model_prefix", "")))
+            if not missing(module, source):  # else the files use other names, which Transformers translates
+                tokenizer, hf_tokenizer = tokenizer_of(name, model, module, place)
+                return Loaded(module, tokenizer, hf_tokenizer, new_head=False), source
+            source.close()
+    return load(name, replace(model, device="cpu"), seed=seed, trains="update" in uses), None
+
+
+class MeshHost(TorchHost):
+    """One model on a mesh. See `flowrl.engines.protocol.Host`."""
+
+    weights: MeshWeights
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        loaded: Loaded,
+        uses: frozenset[str],
+        mesh: RankMesh,
+        *,
+        source: Source | None = None,
+        compile_backend: str | None = None,
+    ) -> None:
+        self.mesh = mesh
+        wanted, trains = PRECISIONS[model.precision], "update" in uses
+        # what trains is stored in fp32, its masters, and gathered in the precision asked for
+        if trains:
+            precision = Precision(torch.float32, None if wanted == torch.float32 else wanted)
+        else:
+            precision = Precision(wanted)
+        self.sharded = shard(
+            name, loaded.module, mesh, source=source, precision=precision, compile_backend=compile_backend
+        )
+        super().__init__(name, model, loaded, uses)
+
+    def _make_weights(self) -> MeshWeights:
+        return MeshWeights(self.name, self.module, self.mesh, compute=PRECISIONS[self.spec.precision])
+
+    def _make_forward(self) -> Forward:
+        what = f"the first forward passes of model '{self.name}'"
+        with self.mesh.guard.waiting(what), torch.no_grad():
+            forward = self.sharded.call(super()._make_forward)
+        self.sharded.release()
+        # probes compare floats: ranks must not decide differently
+        found = self.mesh.exchange((forward.split, forward.shares_prompts, forward.packs), what)
+        if len({split for split, _, _ in found}) > 1:
+            raise EngineError(f"model '{self.name}' gives other hidden states on some ranks than on others: {found}")
+        # a block whose prompts run apart takes two passes, and other ranks' blocks might take one
+        forward.shares_prompts = self.mesh.data_size == 1 and all(shares for _, shares, _ in found)
+        forward.packs = all(packs for _, _, packs in found)
+        return forward
+
+    def _make_trainer(self) -> MeshTrainer:
+        return MeshTrainer(
+            self.forward,
+            self.weights,
+            self.spec.optimizer,
+            self.sharded,
+            micro_batch_tokens=self.spec.micro_batch_tokens,
+            max_context=self._context,
+        )
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
+        """Not here. Errors: EngineError, always."""
+        _no_sampler(self.name)
+
+    # --- forward passes ----------------------------------------------------------------------------------------------
+
+    def _blocks(self, lengths: np.ndarray, budget: int, units: np.ndarray | None) -> Iterable[np.ndarray]:
+        return shared_blocks(lengths, budget, self.mesh.data_size, self.mesh.data_rank, groups=units)
+
+    def _batches(self, rows: TokenRows, *, whole: bool = False) -> list[Batch]:
+        found = super()._batches(rows, whole=whole)
+        return [batch if len(batch.rows) else nothing() for batch in found]
+
+    @torch.no_grad()
+    def _run(self, function: Any, *args: Any) -> Any:
+        with self.mesh.guard.waiting(f"a forward pass of model '{self.name}'"):
+            return self.sharded.call(function, *args)
+
+    def _joined(self, found: np.ndarray) -> np.ndarray:
+        self.sharded.release()
+        return self.mesh.total(found, f"what the other ranks found with model '{self.name}'")
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def full_state(self, *, keep_on: int | None = None) -> dict[str, Any]:
+        """As `TorchHost.state`, of whole arrays; every rank calls it.
+
+        Args:
+            keep_on: the rank that gets them, the others get empty arrays in their place; None: all of them.
+        """
+        self.weights.keeps = keep_on is None or keep_on == self.mesh.rank
+        try:
+            return super().state()
+        finally:
+            self.weights.keeps = True
+
+    def state(self) -> dict[str, Any]:
+        """Whole arrays on every rank; see `full_state` to have them on one, and `rank_state` to move nothing."""
+        return self.full_state()
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank holds, nothing gathered: DTensors by parameter name, for torch.distributed.checkpoint.
+
+        Made to be loaded into: optimizer state that is not there yet is made, of zeros.
+        """
+        state: dict[str, Any] = {
+            "weights": {name: master.detach() for name, master in self.weights.masters.items()},
+            "buffers": dict(self.weights.buffers),
+            "counters": {"version": self.version, "steps": self.trainer.steps if self.trainer else 0},
+        }
+        if self.trainer is not None:
+            held = self.trainer.optimizer.state
+            for master in self.trainer.trained.values():
+                if not held.get(master):
+                    held[master] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                        **{key: torch.zeros_like(master, requires_grad=False) for key in ADAM_STATE[1:]},
+                    }
+            state["optimizer"] = {name: dict(held[master]) for name, master in self.trainer.trained.items()}
+        return state
+
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """After `torch.distributed.checkpoint.load` has filled what `rank_state` gave, in place: take its counters."""
+        counters = state["counters"]
+        self.version = int(counters["version"])
+        if self.trainer is not None:
+            self.trainer.steps = int(counters["steps"])
+
+    def model(self) -> NoReturn:
+        """Not here: a sharded module cannot be opened elsewhere. Errors: EngineError, always."""
+        raise EngineError(
+            f"model '{self.name}' lies in shards on {len(self.mesh.ranks)} ranks; save it and open the folder, or take "
+            "full_state()"
+        )
+
+    def save(self, path: str) -> None:
+        """As `TorchHost.save`; every rank calls it, and the first one writes."""
+        names = {id(param): name for name, param in self.weights.parameters.items()}
+        whole: dict[str, Tensor] = {}
+        writes = self.mesh.rank == 0
+        gathered = {}
+        for name, tensor in (*self.weights.parameters.items(), *self.weights.buffers.items()):
+            value = self.weights.whole(tensor)
+            if writes:
+                gathered[name] = value.to("cpu", PRECISIONS[self.spec.precision] if value.is_floating_point() else None)
+        if writes:
+            for name, tensor in self.module.state_dict(keep_vars=True).items():
+                whole[name] = gathered[names.get(id(tensor), name)]
+            self._write(Path(path), whole)
+        self.mesh.exchange(None, f"rank 0, which writes model '{self.name}' to {path}")
+
+    def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save: Any = getattr(self.module, "save_pretrained", None)
+        if callable(save):
+            save(str(folder), state_dict=dict(tensors))
+        else:
+            torch.save(dict(tensors), folder / "model.pt")
+        if self._hf_tokenizer is not None:
+            self._hf_tokenizer.save_pretrained(str(folder))
+
+    def blend(self, source: Host, decay: float) -> None:
+        """As `TorchHost.blend`. Errors: EngineError when the source lies on its ranks in another way."""
+        if not isinstance(source, MeshHost):
+            raise EngineError(
+                f"model '{self.name}' lies on a mesh and takes weights from models on the same one; '{source.name}' is elsewhere"
+            )
+        super().blend(source, decay)
+
+
+def _no_sampler(name: str) -> NoReturn:
+    raise EngineError(
+        f"model '{name}' lies on a mesh for training and scoring; the torch engine samples on one device only: use a vLLM "
+        "sampler and send it the weights"
+    )
