@@ -82,6 +82,8 @@ class Loop:
         """Attempt -> the first device that gave up."""
         self.mail: dict[tuple[int, int, int, int], list[Any]] = {}
         """(attempt, bucket, sender, receiver) -> tensors that were sent and not yet taken."""
+        self.taken: dict[tuple[int, int, int, int], Any] = {}
+        """The same -> what the sender waits for on a GPU before it writes there again."""
 
     def wait(self, attempt: int, is_done: Callable[[], bool], message: Callable[[], str]) -> None:
         """With the lock held. Errors: as of `Control.exchange`."""
@@ -91,6 +93,12 @@ class Loop:
                 raise EngineError(f"device {self.failed[attempt]} gave up, so that {message()}")
             if not self.changed.wait(late.left_s) and not is_done():
                 raise WaitTimeout(f"{message()} within {self.timeout_s:g} s")
+
+    def forget(self, attempt: int) -> None:
+        """With the lock held: drop what attempts before this one have left."""
+        self.said = {key: values for key, values in self.said.items() if key[0] >= attempt}
+        self.mail = {key: tensors for key, tensors in self.mail.items() if key[0] >= attempt}
+        self.taken = {key: mark for key, mark in self.taken.items() if key[0] >= attempt}
 
 
 class LoopControl:
@@ -117,7 +125,7 @@ class LoopControl:
                 return [device for device in loop.devices if device not in said]
 
             loop.wait(self.attempt, lambda: not missing(), lambda: f"devices {missing()} did not come to {what}")
-            loop.said.pop((self.attempt - 1, self._count), None)
+            loop.forget(self.attempt)
             return [said[device] for device in loop.devices]
 
     def fail(self) -> None:

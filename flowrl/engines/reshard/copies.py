@@ -1,4 +1,4 @@
-"""Lists of copies that are made once and run without Python for each tensor."""
+"""Lists of copies whose views are made once. What is small or strided runs without Python for each tensor."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
 """16, 8, 4 and 2 bytes. Elements that stand together are moved as one of these, so that a thread of a GPU moves 16 bytes."""
 
 
+LARGE_BYTES = 2**18
+"""From this size on a copy of one stretch into another is a call of its own, which the driver does near the memory's rate."""
+
+
 class CopyList:
-    """Copies of views into views, by kind: of one element type and in one stretch (one kernel for all), and the others."""
+    """Copies of views into views, by kind: large stretches one by one, small ones with one kernel for all, and the others."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-        self.num_copies = 0
+        self._large: list[tuple[Tensor, Tensor]] = []
         for target, source in pairs:
             if not target.numel():
                 continue
             target, source = widened(target, source)
-            key = (target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous())
+            is_stretch = target.is_contiguous() and source.is_contiguous()
+            if is_stretch and target.dtype == source.dtype and target.nbytes >= LARGE_BYTES:
+                self._large.append((target, source))
+                continue
+            key = (target.dtype, source.dtype, is_stretch)
             targets, sources = groups.setdefault(key, ([], []))
             targets.append(target)
             sources.append(source)
-            self.num_copies += 1
         self._groups = tuple(groups.values())
 
     @torch.no_grad()
@@ -36,6 +43,8 @@ class CopyList:
         """Enqueue all of them on the current stream; on a CPU, do them."""
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources, non_blocking=True)
+        for target, source in self._large:
+            target.copy_(source, non_blocking=True)
 
 
 class Fills:

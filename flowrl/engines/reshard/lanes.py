@@ -31,8 +31,15 @@ class Lanes(Protocol):
         """What a lane gets from now on waits for a mark of another; a mark that was never set is no wait."""
         ...
 
-    def end(self, timeout_s: float, what: str) -> None:
-        """Until all lanes are empty. Errors: WaitTimeout that names the lanes that are not."""
+    def close(self, lane: Lane) -> None:
+        """Nothing more comes in this lane."""
+        ...
+
+    def end(self, timeout_s: float, what: str) -> dict[str, float]:
+        """Until all lanes are empty; seconds from the beginning to the end of each, where they are known.
+
+        Errors: WaitTimeout that names the lanes that are not empty.
+        """
         ...
 
 
@@ -51,23 +58,31 @@ class CpuLanes:
     def after(self, lane: Lane, other: Lane, number: int) -> None:
         pass
 
-    def end(self, timeout_s: float, what: str) -> None:
+    def close(self, lane: Lane) -> None:
         pass
+
+    def end(self, timeout_s: float, what: str) -> dict[str, float]:
+        return {}
 
 
 class CudaLanes:
     """One stream for each lane. Events are made once and used in every run."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = {lane: torch.cuda.Stream(device) for lane in LANES}
+        # kernels of the local lane fill the whole device; those that others wait for go before them
+        self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane == "local" else -1) for lane in LANES}
+        self._closed: set[Lane] = set()
         self._events: dict[tuple[Lane, int], torch.cuda.Event] = {}
         self._set: set[tuple[Lane, int]] = set()
-        self._ends = {lane: torch.cuda.Event() for lane in LANES}
+        self._ends = {lane: torch.cuda.Event(enable_timing=True) for lane in LANES}
+        self._began = torch.cuda.Event(enable_timing=True)
         self._device = device
 
     def begin(self) -> None:
         self._set.clear()
+        self._closed.clear()
         current = torch.cuda.current_stream(self._device)
+        self._began.record(current)
         for stream in self._streams.values():
             stream.wait_stream(current)
 
@@ -87,9 +102,14 @@ class CudaLanes:
         if (other, number) in self._set:
             self._streams[lane].wait_event(self._events[other, number])
 
-    def end(self, timeout_s: float, what: str) -> None:
-        for lane, stream in self._streams.items():
-            self._ends[lane].record(stream)
+    def close(self, lane: Lane) -> None:
+        self._ends[lane].record(self._streams[lane])
+        self._closed.add(lane)
+
+    def end(self, timeout_s: float, what: str) -> dict[str, float]:
+        for lane in LANES:
+            if lane not in self._closed:
+                self.close(lane)
         waiting = dict(self._ends)
 
         def is_done() -> bool:
@@ -101,6 +121,7 @@ class CudaLanes:
         current = torch.cuda.current_stream(self._device)
         for event in self._ends.values():
             current.wait_event(event)
+        return {lane: self._began.elapsed_time(event) / 1e3 for lane, event in self._ends.items()}
 
 
 def lanes_for(device: torch.device) -> Lanes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,10 +23,10 @@ from flowrl.engines.reshard.copies import CopyList, Fills, bytes_of, in_slot, vi
 from flowrl.engines.reshard.device import Bucket, Message, buckets_of
 from flowrl.engines.reshard.lanes import lanes_for
 from flowrl.engines.reshard.program import Piece, Program
-from flowrl.engines.reshard.sampling import samples
+from flowrl.engines.reshard.sampling import Sampler
 from flowrl.engines.reshard.slots import Region, Shelf
 from flowrl.engines.reshard.transports import Stretch, Traffic, Transport
-from flowrl.engines.reshard.verify import Oracle, compare, compare_whole, digests
+from flowrl.engines.reshard.verify import Digests, Drawn, Oracle, compare, compare_whole
 from flowrl.errors import ConfigError, EngineError, FlowError, StaleWeightsError
 
 Verify = Literal["full", "sample", "off"]
@@ -53,6 +53,8 @@ class Ran:
     verify: Verify
     num_checked: int
     """Boxes hashed on both ends, on all devices; with verify="full" bytes compared on this device."""
+    lanes_s: Mapping[str, float] = field(default_factory=dict)
+    """On a GPU: seconds until each lane was empty, and until all was enqueued."""
 
 
 class Resharder:
@@ -94,6 +96,7 @@ class Resharder:
         self._rebuild, self._oracle, self._verify, self._timeout_s = rebuild, oracle, verify, timeout_s
         self._at = self._place()
         self._lanes = lanes_for(self._at)
+        self._digests = Digests(Sampler(program), device, self._source, self._target, self._at)
         self._slots = tuple(
             torch.empty(program.slot_bytes.get(device, 0), dtype=torch.uint8, device=self._at) for _ in range(NUM_SLOTS)
         )
@@ -145,10 +148,10 @@ class Resharder:
             self._agree(version, mode)
             began = time.perf_counter()
             self._stale = f"the run to version {version} has not ended"
-            self._move(version)
+            drawn, lanes_s = self._move(version, mode)
             if self._rebuild is not None:
                 self._rebuild()
-            num_checked = self._commit(version, mode)
+            num_checked = self._commit(version, mode, drawn)
         except BaseException as error:  # whatever it was, the target is neither old nor new; it is raised again
             self._stale = f"the run to version {version} failed: {str(error) or type(error).__name__}"
             self._control.fail()
@@ -160,7 +163,7 @@ class Resharder:
         self.version, self._stale = version, ""
         return Ran(
             version, time.perf_counter() - began, self._sent_bytes, self._received_bytes, self._local_bytes,
-            len(self._buckets), mode, num_checked,
+            len(self._buckets), mode, num_checked, lanes_s,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------- a run
@@ -176,12 +179,15 @@ class Resharder:
                     f"device {self.device} version {version} with verify={mode!r}"
                 )
 
-    def _move(self, version: int) -> None:
+    def _move(self, version: int, mode: Verify) -> tuple[Drawn | None, dict[str, float]]:
         lanes, transport = self._lanes, self._transport
+        began = time.perf_counter()
         lanes.begin()
         with lanes.on("local"):
             self._local.run()
             self._fills.run()
+            lanes.mark("local", 0)
+        lanes.close("local")
         last = len(self._buckets) - 1
         self._pack_lane(0)
         for index in range(last + 1):
@@ -197,7 +203,15 @@ class Resharder:
             with lanes.on("pack"):
                 for index in range(max(0, last - 1), last + 1):
                     transport.release(index)
-        lanes.end(self._timeout_s, f"version {version} of '{self.program.edge}' on device {self.device}")
+        lanes.close("wire")
+        drawn = None
+        if mode == "sample":  # behind all that arrives, and enqueued before this thread waits
+            lanes.after("unpack", "local", 0)
+            with lanes.on("unpack"):
+                drawn = self._digests.start(version)
+        enqueued_s = time.perf_counter() - began
+        found = lanes.end(self._timeout_s, f"version {version} of '{self.program.edge}' on device {self.device}")
+        return drawn, {**found, "enqueued": enqueued_s} if found else {}
 
     def _pack_lane(self, index: int) -> None:
         """Fill the slot of a bucket, as soon as what was in it has left and arrived."""
@@ -223,18 +237,20 @@ class Resharder:
             self._unpacks[index].run()
             lanes.mark("unpack", index)
 
-    def _commit(self, version: int, mode: Verify) -> int:
+    def _commit(self, version: int, mode: Verify, drawn: Drawn | None) -> int:
         """Check what arrived, and agree that it did."""
         what = f"the end of version {version} of '{self.program.edge}'"
         if mode == "full" and self._oracle is not None:
             compared = compare_whole(self.program, self.device, self._target, self._oracle)
             self._control.exchange([1], what)
             return compared
-        chosen = samples(self.program, version) if mode == "sample" else ()
-        numbers = digests(chosen, self.device, self._source, self._target)
-        found = self._control.exchange([1, *numbers], what)
-        compare(chosen, {d: one[1:] for d, one in zip(self.program.devices, found, strict=True)}, self.program.edge)
-        return len(chosen)
+        found = self._control.exchange([1, *(drawn.numbers() if drawn is not None else ())], what)
+        if drawn is None:
+            return 0
+        compare(
+            drawn.chosen, {d: one[1:] for d, one in zip(self.program.devices, found, strict=True)}, self.program.edge
+        )
+        return len(drawn.chosen)
 
     # ------------------------------------------------------------------------------------------------- prepared once
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flowrl.engines.reshard.buckets import cut
-from flowrl.engines.reshard.program import DTYPE_BYTES, Program
+from flowrl.engines.reshard.program import DTYPE_BYTES, Program, wire_dtype
 from flowrl.engines.reshard.slots import Region
 
 T = TypeVar("T")
 SAMPLE_PART = 0.01
-SAMPLE_BYTES = 2**20
+SAMPLE_BYTES = 2**16
 """Of one box, at most this much is read."""
+MOST_SAMPLES = 256
+"""Of pieces, and of copies, in one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +30,33 @@ class Sample:
     """Equal to the sender for a box that stays."""
     hop: int
     dtype: str
-    """In which both are compared: that of the wire, or of the target for a box that stays."""
+    """In which both are compared: the shorter one of both sides."""
     source: Region
     target: Region
 
 
-def samples(
-    program: Program, version: int, *, part: float = SAMPLE_PART, most_bytes: int = SAMPLE_BYTES
-) -> tuple[Sample, ...]:
-    """About `part` of the pieces and of the copies, at least one of each, drawn by `version`."""
-    draw = random.Random(f"{program.edge}|{version}")
-    copies = [(device, copy) for device, kept in sorted(program.copies.items()) for copy in kept]
-    found = []
-    for piece in _some(program.pieces, part, draw):
-        source, target = _less(piece.source, piece.target, DTYPE_BYTES[piece.dtype], most_bytes, draw)
-        found.append(Sample(piece.tensor, piece.sender, piece.receiver, piece.hop, piece.dtype, source, target))
-    for device, copy in _some(copies, part, draw):
-        dtype = program.dtypes[copy.tensor][1]
-        source, target = _less(copy.source, copy.target, DTYPE_BYTES[dtype], most_bytes, draw)
-        found.append(Sample(copy.tensor, device, device, 0, dtype, source, target))
-    return tuple(found)
+class Sampler:
+    """Draws from the boxes of a program."""
 
+    def __init__(self, program: Program, *, part: float = SAMPLE_PART, most_bytes: int = SAMPLE_BYTES) -> None:
+        self._program, self._part, self.most_bytes = program, part, most_bytes
+        self._copies = [(device, copy) for device, kept in sorted(program.copies.items()) for copy in kept]
 
-def _some(values: Sequence[T], part: float, draw: random.Random) -> list[T]:
-    return draw.sample(values, min(len(values), math.ceil(part * len(values)))) if values else []
+    def draw(self, version: int) -> tuple[Sample, ...]:
+        """About `part` of the pieces and of the copies, at least one of each; others for each version."""
+        draw = random.Random(f"{self._program.edge}|{version}")
+        found = []
+        for piece in self._some(self._program.pieces, draw):
+            source, target = _less(piece.source, piece.target, DTYPE_BYTES[piece.dtype], self.most_bytes, draw)
+            found.append(Sample(piece.tensor, piece.sender, piece.receiver, piece.hop, piece.dtype, source, target))
+        for device, copy in self._some(self._copies, draw):
+            dtype = wire_dtype(*self._program.dtypes[copy.tensor])
+            source, target = _less(copy.source, copy.target, DTYPE_BYTES[dtype], self.most_bytes, draw)
+            found.append(Sample(copy.tensor, device, device, 0, dtype, source, target))
+        return tuple(found)
+
+    def _some(self, values: Sequence[T], draw: random.Random) -> list[T]:
+        return draw.sample(values, min(len(values), MOST_SAMPLES, math.ceil(self._part * len(values))))
 
 
 def _less(source: Region, target: Region, size: int, most: int, draw: random.Random) -> tuple[Region, Region]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flowrl.engines.reshard.control import Loop, LoopControl
@@ -65,7 +66,7 @@ class Transport(Protocol):
 
 
 class LoopTransport:
-    """Between threads of one process. The receiver copies; the sender waits until it has."""
+    """Between threads of one process, on CPUs or on GPUs. The receiver copies; the sender waits until it has."""
 
     name = "loopback"
 
@@ -82,23 +83,27 @@ class LoopTransport:
     def start(self, bucket: int) -> None:
         with self.loop.changed:
             for peer, data in _by_peer(self._traffic[bucket].sends).items():
-                self.loop.mail[self._key(bucket, self.control.device, peer)] = data
+                self.loop.mail[self._key(bucket, self.control.device, peer)] = [_mark(data[0]), *data]
             self.loop.changed.notify_all()
 
     def finish(self, bucket: int) -> None:
         for peer, data in _by_peer(self._traffic[bucket].receives).items():
             key = self._key(bucket, peer, self.control.device)
             self._wait(key, True, f"device {peer} did not send its messages of bucket {bucket}")
-            for mine, theirs in zip(data, self.loop.mail[key], strict=True):
-                mine.copy_(theirs)
+            sent, *given = self.loop.mail[key]
+            _wait_for(sent)
+            for mine, theirs in zip(data, given, strict=True):
+                mine.copy_(theirs, non_blocking=True)
             with self.loop.changed:
                 del self.loop.mail[key]
+                self.loop.taken[key] = _mark(data[0])
                 self.loop.changed.notify_all()
 
     def release(self, bucket: int) -> None:
         for peer in _by_peer(self._traffic[bucket].sends):
             key = self._key(bucket, self.control.device, peer)
             self._wait(key, False, f"device {peer} did not take its messages of bucket {bucket}")
+            _wait_for(self.loop.taken.pop(key, None))
 
     def _wait(self, key: tuple[int, int, int, int], is_there: bool, message: str) -> None:
         """Until the mail is there, or gone."""
@@ -107,6 +112,16 @@ class LoopTransport:
 
     def _key(self, bucket: int, sender: int, receiver: int) -> tuple[int, int, int, int]:
         return self.control.attempt, bucket, sender, receiver
+
+
+def _mark(tensor: Tensor) -> torch.cuda.Event | None:
+    """How far the current stream is; None on a CPU, where what was called is done."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def _by_peer(stretches: Sequence[Stretch]) -> dict[int, list[Tensor]]:

@@ -3,50 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowrl.engines.reshard.copies import view_of
+from flowrl.engines.reshard.copies import CopyList, view_of
 from flowrl.engines.reshard.program import Program
-from flowrl.engines.reshard.sampling import Sample
+from flowrl.engines.reshard.sampling import Sample, Sampler
 from flowrl.errors import EngineError
 
 Oracle = Callable[[str], Tensor]
 """Name of a tensor -> all of it. All ranks ask for the same names in the same order."""
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """A number (int64, on the tensor's device) of the bits and their places; equal for equal bits. Wraps around."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
-        flat = flat.clone()  # so that the number does not depend on where the bits lie
-    bits = (flat.view(torch.int64) if flat.numel() % 8 == 0 else flat).to(torch.int64)
-    place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
-    return (bits * (2 * place + 1)).sum() + place.numel()
+class Digests:
+    """Numbers of the bits of sampled boxes at this device's ends; equal for equal bits at equal places.
+
+    All samples are copied into the rows of one buffer first, so that a few kernels do for all of them.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        device: int,
+        source: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        at: torch.device,
+    ) -> None:
+        self._sampler, self._device, self._source, self._target, self._at = sampler, device, source, target, at
+        self._place = 2 * torch.arange(1, sampler.most_bytes // 8 + 1, dtype=torch.int64, device=at) + 1
+
+    @torch.no_grad()
+    def start(self, version: int) -> Drawn:
+        """Enqueue the hashing on the current stream."""
+        chosen = self._sampler.draw(version)
+        ends: list[tuple[int, Tensor, torch.dtype]] = []
+        for index, sample in enumerate(chosen):
+            dtype = getattr(torch, sample.dtype)
+            if sample.sender == self._device:
+                given = self._target if sample.hop else self._source
+                ends.append((2 * index, view_of(given, sample.source), dtype))
+            if sample.receiver == self._device:
+                ends.append((2 * index + 1, view_of(self._target, sample.target), dtype))
+        width = -(-max((view.numel() * dtype.itemsize for _, view, dtype in ends), default=0) // 8)  # of 8 bytes each
+        rows = torch.zeros(len(ends), 8 * width, dtype=torch.uint8, device=self._at)
+        pairs = []
+        for row, (_, view, dtype) in zip(rows, ends, strict=True):
+            pairs.append((row[: view.numel() * dtype.itemsize].view(dtype).view(view.shape), view))
+        CopyList(pairs).run()
+        sums = (rows.view(torch.int64) * self._place[:width]).sum(1)  # wraps around; an odd factor loses no bit
+        return Drawn(chosen, tuple(place for place, *_ in ends), sums)
 
 
-def digests(
-    chosen: tuple[Sample, ...], device: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
-) -> list[int]:
-    """Two numbers for each sample, of the sender's end and of the receiver's; 0 for an end that is elsewhere."""
-    found: dict[int, Tensor] = {}
-    for index, sample in enumerate(chosen):
-        dtype = getattr(torch, sample.dtype)
-        if sample.sender == device:
-            found[2 * index] = digest(view_of(target if sample.hop else source, sample.source).to(dtype))
-        if sample.receiver == device:
-            found[2 * index + 1] = digest(view_of(target, sample.target).to(dtype))
-    numbers = [0] * (2 * len(chosen))
-    for device_of in {
-        one.device for one in found.values()
-    }:  # one wait for each kind of memory, not one for each sample
-        places = [index for index, one in found.items() if one.device == device_of]
-        for index, number in zip(places, torch.stack([found[index] for index in places]).tolist(), strict=True):
-            numbers[index] = number
-    return numbers
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Samples whose hashes are on their way."""
+
+    chosen: tuple[Sample, ...]
+    places: tuple[int, ...]
+    """Of each hash: twice the sample's number, and one more at the receiver's end."""
+    sums: Tensor
+
+    def numbers(self) -> list[int]:
+        """Two numbers for each sample, of the sender's end and of the receiver's; 0 for an end that is elsewhere."""
+        found = [0] * (2 * len(self.chosen))
+        for place, number in zip(self.places, self.sums.tolist(), strict=True):
+            found[place] = number
+        return found
 
 
 def compare(chosen: tuple[Sample, ...], numbers: Mapping[int, list[int]], edge: str) -> None:
