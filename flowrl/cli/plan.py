@@ -33,7 +33,7 @@ from flowrl.planner.figures import (
 )
 from flowrl.planner.offered import check_placement
 from flowrl.planner.planning import plan_found, problem_of
-from flowrl.planner.problem import Found, Problem
+from flowrl.planner.problem import LEAST_CHANGE, Found, Problem
 from flowrl.planner.relax import Refusal, Relaxation, explain as refusal_of
 from flowrl.planner.report import Searched
 from flowrl.planner.search import search
@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(made, problem), indent=1, default=str))
     else:
-        print(_report(made, found))
+        print(report(made, found))
         if written := [path for path in (args.out, *drawn) if path is not None]:
             print(f"\nwritten to {', '.join(written)}")
     return OK
@@ -246,7 +246,8 @@ def _write(made: Plan, path: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def _report(made: Plan, found: Found) -> str:
+def report(made: Plan, found: Found) -> str:
+    """What `flowrl plan` prints of a plan."""
     figures = summary(made, found.problem)
     lines = [_verdict(made, figures), "", *_figure_lines(made, figures)]
     lines += ["", str(made)]
@@ -280,8 +281,12 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     for line in binding_lines(figures, made):
         what, _, said = line.partition(": ")
         rows.append(("bottleneck" if what == "time" else what, f"predicted {said}"))
-    bound, gap = time_text(figures.bound_s), f"{figures.gap:.1%}"
-    rows.append(("bound", f"predicted: no plan takes less than {bound}; this one is at most {gap} above the best"))
+    gap = (
+        "there is no faster one"
+        if figures.gap < LEAST_CHANGE
+        else f"this one is at most {figures.gap:.1%} above the best"
+    )
+    rows.append(("bound", f"predicted: no plan takes less than {time_text(figures.bound_s)}; {gap}"))
     searched = made.searched
     if searched is not None:
         rows.append(("search", _searched(searched)))
@@ -301,6 +306,7 @@ def _searched(found: Searched) -> str:
     said = [
         f"{count} {name}{'' if count == 1 else 'es' if name.endswith('h') else 's'} {how}"
         for count, name, how in counts
+        if count or name == "plan"
     ]
     if not found.is_exhaustive:
         said.append(f"the rest by a random search (seed {found.seed})")
@@ -322,12 +328,13 @@ def _refuse(problem: Problem, as_json: bool) -> int:
     print(
         json.dumps({"fits": False, "code": "FR-P01", **asdict(refusal)}, indent=1)
         if as_json
-        else _refusal(problem, refusal)
+        else refusal_report(problem, refusal)
     )
     return PROBLEMS
 
 
-def _refusal(problem: Problem, refusal: Refusal) -> str:
+def refusal_report(problem: Problem, refusal: Refusal) -> str:
+    """What `flowrl plan` prints where nothing fits."""
     cluster = problem.cluster
     kind = f"async:{problem.schedule.max_staleness}" if problem.schedule.max_staleness else "sync"
     asked = f", placement {problem.placement}" if problem.placement is not None else ""

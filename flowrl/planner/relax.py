@@ -82,9 +82,12 @@ class _Host:
     def line(self, capacity_bytes: float) -> str:
         """In words, with who keeps what on all hosts together."""
         need, over = self.num_bytes / GIB, (self.num_bytes - capacity_bytes) / GIB
-        kept = {option.role: option.host_bytes for one in self.plan.combinations for option in one.options}
-        most = sorted((role for role in kept if kept[role]), key=lambda role: (-kept[role], role))
-        names = ", ".join(f"'{role}' {kept[role] / GIB:.0f}" for role in most)
+        options = [option for one in self.plan.combinations for option in one.options if option.host_bytes]
+        most = sorted(options, key=lambda option: (-option.host_bytes, option.role))
+        names = ", ".join(
+            f"'{option.role}' offload {dict(option.settings)['offload']} {option.host_bytes / GIB:.0f}"
+            for option in most
+        )
         return (
             f"host memory, at least {need:.0f} GiB per node > {capacity_bytes / GIB:.0f}, over by {over:.0f} "
             f"(on all hosts {names})"
@@ -184,7 +187,8 @@ def _ladders(problem: Problem, host: _Host | None) -> Iterator[tuple[_Try, ...]]
     """Changes to try; of each, its degrees rising."""
     choices, workload = problem.choices, problem.workload
     if problem.placement is not None or problem.only:
-        yield (_Try("another placement", replace(problem, placement=None, only=())),)
+        what = "another placement" if problem.placement is not None else "other settings than those asked for"
+        yield (_Try(what, replace(problem, placement=None, only=())),)
     if set(choices.offload) != set(Offload):
         yield (_Try("every class of offload", replace(problem, choices=replace(choices, offload=tuple(Offload)))),)
     if min(choices.micro_batch_tokens) > workload.longest:

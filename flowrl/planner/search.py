@@ -70,6 +70,10 @@ class _Search:
     # --------------------------------------------------------------------------------------------------------- fastest
 
     def _limit(self) -> float:
+        """What a plan has to be below to be faster, by more than the order of a sum can make it."""
+        return self._fastest_s() / SAME
+
+    def _fastest_s(self) -> float:
         return INFINITE if self.fastest is None else self.fastest.seconds
 
     def _fastest(self) -> None:
@@ -88,7 +92,7 @@ class _Search:
             self.pruned += 0 if tree is None else tree.pruned
         if not self.is_exhaustive:
             self.fastest = anneal(space, self.fastest, effort)
-        self.bound_s = min(self.bound_s, self._limit())
+        self.bound_s = min(self.bound_s, self._fastest_s())
 
     def _greedy(self) -> None:
         """A first plan, so that bounds have something to be compared with: all roles on all devices."""

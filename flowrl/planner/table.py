@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 MANY = 4
 SMALL = 0.01
+LEAST_S = 1e-4
+"""Seconds that are shown."""
 HEAD = ("step", "node", "kind", "mesh", "layout", "reads", "start", "seconds", "moved", "memory")
 
 
@@ -104,6 +106,8 @@ def _called(plan: Plan, mesh: Mesh) -> str:
 
 
 def _time(seconds: float) -> str:
+    if 0 < seconds < LEAST_S:
+        return f"<{LEAST_S * 1e3:.1f} ms"
     return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.1f} ms"
 
 
