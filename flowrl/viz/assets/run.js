@@ -292,34 +292,38 @@
     let most = 0;
     if (channel && channel.scale === "number") for (let at = first; at < last; at++) { const v = Math.abs(channel.of(at)); if (v > most && v < Infinity) most = v; }
     const texts = decoded(tokens, first, last);
-    let shown = 0;
-    const more = make("button", "", { type: "button", class: "more" }), all = make("button", "", { type: "button", class: "more" });
-    const write = (until) => {
-      const part = document.createDocumentFragment();
-      for (; shown < until; shown++) {
-        const at = first + shown, index = shown, text = texts[shown], value = channel ? channel.of(at) : NaN;
-        const token = make("span", text === null ? `⟨${tokens.ids[at]}⟩` : visible(text).replace(/\n/g, "⏎\n"), { class: text === null ? "tk id" : "tk" });
-        if (channel?.scale === "mask") { if (!value) token.classList.add("masked"); }
-        else if (channel && !Number.isNaN(value)) {
-          const [level, sign] = scale.level(value, most);
-          if (level) token.classList.add((sign > 0 ? "q" : "n") + level);
-        }
-        token.tell = () => [`token ${index} · id ${tokens.ids[at]}`, ...[...channels].map(([name, one]) =>
-          `${name}: ${one.scale === "mask" ? (one.of(at) ? "true" : "false") : say(one.of(at))}`)].join("\n");
-        part.append(token);
+    const token = (index) => {
+      const at = first + index, text = texts[index], value = channel ? channel.of(at) : NaN;
+      const made = make("span", text === null ? `⟨${tokens.ids[at]}⟩` : visible(text).replace(/\n/g, "⏎\n"), { class: text === null ? "tk id" : "tk" });
+      if (channel?.scale === "mask") { if (!value) made.classList.add("masked"); }
+      else if (channel && !Number.isNaN(value)) {
+        const [level, sign] = scale.level(value, most);
+        if (level) made.classList.add((sign > 0 ? "q" : "n") + level);
       }
-      more.remove(); all.remove();
-      body.append(part);
-      if (shown < texts.length) {
-        more.textContent = `${Math.min(TOKENS, texts.length - shown)} more tokens`;
-        all.textContent = `all ${texts.length - shown} that are left`;
-        body.append(more, all);
-      }
+      made.tell = () => [`token ${index} · id ${tokens.ids[at]}`, ...[...channels].map(([name, one]) =>
+        `${name}: ${one.scale === "mask" ? (one.of(at) ? "true" : "false") : say(one.of(at))}`)].join("\n");
+      return made;
     };
-    more.addEventListener("click", () => write(Math.min(texts.length, shown + TOKENS)));
-    all.addEventListener("click", () => write(texts.length));
-    write(Math.min(texts.length, TOKENS));
-    if (!texts.length) body.append(make("span", "no tokens", { class: "fact" }));
+    if (texts.length <= TOKENS) {
+      for (let index = 0; index < texts.length; index++) body.append(token(index));
+      if (!texts.length) body.append(make("span", "no tokens", { class: "fact" }));
+      return body;
+    }
+    // a long response is seen through a window: browsers lay out a paragraph of 100,000 pieces for a minute
+    const part = make("div"), at = make("span"), move = make("input", "", { type: "range", min: 0, max: texts.length - TOKENS, value: 0, step: 1, "aria-label": "first token shown" });
+    const back = make("button", "‹", { type: "button", "aria-label": "earlier tokens" }), next = make("button", "›", { type: "button", "aria-label": "later tokens" });
+    const write = (start) => {
+      start = Math.max(0, Math.min(texts.length - TOKENS, start));
+      move.value = start;
+      at.textContent = `tokens ${start.toLocaleString("en")}–${(start + TOKENS - 1).toLocaleString("en")} of ${texts.length.toLocaleString("en")}`;
+      back.disabled = start === 0; next.disabled = start === texts.length - TOKENS;
+      part.replaceChildren(...Array.from({ length: TOKENS }, (_, index) => token(start + index)));
+    };
+    back.addEventListener("click", () => write(+move.value - TOKENS));
+    next.addEventListener("click", () => write(+move.value + TOKENS));
+    move.addEventListener("change", () => write(+move.value));
+    write(0);
+    body.append(make("div", "", { class: "window", dir: "ltr" }, back, move, next, at), part);
     return body;
   };
 
@@ -440,12 +444,12 @@
     ui.failed = input("checkbox");
     ui.words = input("search", { placeholder: "in prompts and responses", maxlength: "200" });
     ui.go = make("button", "search", { type: "button" });
-    for (const [name, element] of Object.entries(ui)) element.id = `ask-${name}`;
     for (const [value, [words]] of Object.entries(ORDERS)) ui.order.append(make("option", words, { value }));
     ui.colour.append(make("option", "no colours: plain text", { value: "" }));
     ui.said = make("span", "", { role: "status" }); ui.at = make("span");
     ui.back = make("button", "‹ back", { type: "button" }); ui.next = make("button", "next ›", { type: "button" });
     ui.scale = make("div", "", { class: "scale" }); ui.list = make("div");
+    for (const [name, element] of Object.entries(ui)) element.id = `ask-${name}`;
     const check = make("label", "", { class: "check" }, ui.failed, "only failed rows");
     ui.check = check; ui.nodeField = field("recorded at", ui.node); ui.colourField = field("colour tokens by", ui.colour); ui.lengthField = field("tokens at least", ui.shortest);
     viewer.replaceChildren(

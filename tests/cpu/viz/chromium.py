@@ -57,9 +57,7 @@ class Chromium:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.send(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        self.go_offline()
 
     def close(self) -> None:
         self._session = ""
@@ -95,8 +93,18 @@ class Chromium:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer.get("result", {})
 
-    def open(self, path: Path, *, is_dark: bool = False, has_script: bool = True) -> None:
-        """Load a file, by file://, and wait until it is complete."""
+    def go_offline(self, *, is_offline: bool = True) -> None:
+        """Without a network; with one, for what this machine serves itself."""
+        self.send(
+            "Network.emulateNetworkConditions",
+            offline=is_offline,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
+
+    def open(self, path: Path | str, *, is_dark: bool = False, has_script: bool = True) -> None:
+        """Load a file, by file://, or an address, and wait until it is complete."""
         self.requests.clear()
         self.said.clear()
         self._events.clear()
@@ -105,7 +113,7 @@ class Chromium:
             features=[{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}],
         )
         self.send("Emulation.setScriptExecutionDisabled", value=not has_script)
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         self._until(lambda one: one.get("method") == "Page.loadEventFired", f"loading {path}")
 
     def run(self, expression: str) -> Any:
@@ -114,6 +122,11 @@ class Chromium:
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
+
+    def wait(self, expression: str) -> Any:
+        """The value of an expression of JavaScript as soon as it is true; asked again with every frame."""
+        asked = f"new Promise(done => {{const ask = () => {{let v; try {{v = {expression};}} catch {{v = null;}} v ? done(v) : "
+        return self.run(f"{asked}setTimeout(ask, 20)}}; ask();}})")
 
     def picture(self, path: Path, *, width: int = 1280, height: int | None = None) -> None:
         """A PNG of the whole page, or of its upper part."""
