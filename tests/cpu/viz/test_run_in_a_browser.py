@@ -256,7 +256,7 @@ def test_a_run_of_500_steps_of_512_responses(browser: Any, tmp_path: Path) -> No
     draw = np.random.default_rng(0)
     words = ["alpha", "beta", "gamma", "delta", "so", "the", "answer", "is", "therefore", "wait"]
     for step in range(500):
-        texts = [" ".join(draw.choice(words, 40)) for _ in range(512)]
+        texts = [" ".join(draw.choice(words, 16)) for _ in range(512)]
         texts[7] = f"needle{step} {texts[7]}"
         groups = [texts[place : place + 8] for place in range(0, 512, 8)]
         folder.write_edge(step, "group_norm", rows_of([f"prompt {step}.{g}" for g in range(64)], groups, seed=step))
