@@ -133,7 +133,8 @@ def test_without_the_token_there_is_nothing(live: LiveView) -> None:
 @pytest.mark.parametrize(
     "rest",
     ["../run.json", "..%2frun.json", "%2e%2e/run.json", "run.json", "edges/", "edges/step_000000/group_norm.arrow",
-     "text/../state", "text/", "text/-1", "text/1.0", "text/1e9", "text/99999999999999999999", "text/0/", "text/0?x=1", "state?x", "state/",
+     "text/../state", "text/", "text/-1", "text/1.0", "text/1e9",
+     "text/99999999999999999999", "text/0/", "text/0?x=1", "state?x", "state/",
      "state#x", "text/%30", "text/٣", "tokens/0x0", "//state", "/etc/passwd", "text/0%00", "index/", ".", "..", "./state"],
 )  # fmt: skip
 def test_other_paths_are_nothing(live: LiveView, rest: str) -> None:
