@@ -27,7 +27,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "tables", "tiny", "__init__"}
+    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "plan", "tables", "tiny", "__init__"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -51,6 +51,17 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert (
         "checks: 0 problems" in shown and "step 2/2" in shown and "held-out reward" in shown and str(tmp_path) in shown
     )
+
+
+def test_what_clusters_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import plan
+
+    found = plan.main(["meta-llama/Llama-2-70b-hf", str(tmp_path / "plan.html")])
+    assert [one.cluster for one in found] == list(plan.CLUSTERS)
+    assert found[0].plan is None and "memory" in found[0].refused and all(one.plan for one in found[1:])
+    shown = capsys.readouterr().out
+    assert shown.count("predicted") == len(found) - 1 and "does not fit" in shown
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_the_loop_by_hand_runs(capsys: pytest.CaptureFixture[str]) -> None:
