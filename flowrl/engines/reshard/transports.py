@@ -90,7 +90,8 @@ class LoopTransport:
         for peer, data in _by_peer(self._traffic[bucket].receives).items():
             key = self._key(bucket, peer, self.control.device)
             self._wait(key, True, f"device {peer} did not send its messages of bucket {bucket}")
-            sent, *given = self.loop.mail[key]
+            with self.loop.changed:
+                sent, *given = self.loop.mail[key]
             _wait_for(sent)
             for mine, theirs in zip(data, given, strict=True):
                 mine.copy_(theirs, non_blocking=True)
@@ -103,7 +104,9 @@ class LoopTransport:
         for peer in _by_peer(self._traffic[bucket].sends):
             key = self._key(bucket, self.control.device, peer)
             self._wait(key, False, f"device {peer} did not take its messages of bucket {bucket}")
-            _wait_for(self.loop.taken.pop(key, None))
+            with self.loop.changed:
+                arrived = self.loop.taken.pop(key, None)
+            _wait_for(arrived)
 
     def _wait(self, key: tuple[int, int, int, int], is_there: bool, message: str) -> None:
         """Until the mail is there, or gone."""

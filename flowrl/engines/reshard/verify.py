@@ -48,13 +48,13 @@ class Digests:
                 ends.append((2 * index, view_of(given, sample.source), dtype))
             if sample.receiver == self._device:
                 ends.append((2 * index + 1, view_of(self._target, sample.target), dtype))
-        width = -(-max((view.numel() * dtype.itemsize for _, view, dtype in ends), default=0) // 8)  # of 8 bytes each
-        rows = torch.zeros(len(ends), 8 * width, dtype=torch.uint8, device=self._at)
+        width = -(-max((view.numel() * dtype.itemsize for _, view, dtype in ends), default=8) // 8)
+        bits = torch.zeros(len(ends), width, dtype=torch.int64, device=self._at)
         pairs = []
-        for row, (_, view, dtype) in zip(rows, ends, strict=True):
+        for row, (_, view, dtype) in zip(bits.view(torch.uint8), ends, strict=True):
             pairs.append((row[: view.numel() * dtype.itemsize].view(dtype).view(view.shape), view))
         CopyList(pairs).run()
-        sums = (rows.view(torch.int64) * self._place[:width]).sum(1)  # wraps around; an odd factor loses no bit
+        sums = (bits * self._place[:width]).sum(1)  # wraps around; an odd factor loses no bit
         return Drawn(chosen, tuple(place for place, *_ in ends), sums)
 
 
