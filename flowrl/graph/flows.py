@@ -22,6 +22,7 @@ from flowrl.graph.nodes import Graph
 from flowrl.graph.operators import REQUIRED
 from flowrl.schema.columns import Column, nearest
 from flowrl.schema.types import ColumnType
+from flowrl.shown import shown
 
 RESERVED = frozenset({"flow", "steps", "seed", "engine", "options", "models"})
 """Names of run options, which a flow's parameters may therefore not have."""
@@ -85,6 +86,9 @@ class Flow:
         inputs = ", ".join(self.parameters)
         config = ", ".join(f"{name}={value!r}" for name, value in self.defaults.items())
         return f"<flow {self.name}({inputs}{'; ' if config else ''}{config})>"
+
+    def _repr_html_(self) -> str:
+        return shown("flow", self)
 
     def __copy__(self) -> Flow:
         return self  # it never changes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import TraceError
 from flowrl.graph.code import Place, digest
+from flowrl.shown import shown
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -112,6 +113,9 @@ class Graph:
         from flowrl.graph.text import to_text
 
         return to_text(self)
+
+    def _repr_html_(self) -> str:
+        return shown("graph", self)
 
     @property
     def inputs(self) -> tuple[Node, ...]:

@@ -27,7 +27,9 @@ from flowrl.runtime.data import Data
 from flowrl.runtime.executor import Executor
 from flowrl.runtime.observe import Observation, describe
 from flowrl.runtime.options import OPTION_NAMES, Options
+from flowrl.runtime.rundir import RunDir
 from flowrl.schema.columns import nearest
+from flowrl.shown import shown
 from flowrl.store.rows import RowBatch
 from flowrl.trace import Event
 
@@ -123,6 +125,11 @@ class Run:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        if self.path is not None and (self.path / "run.json").is_file():
+            return shown("run", RunDir.open(self.path))
+        return shown("metrics", self.metrics)
 
     def __repr__(self) -> str:
         where = f" in {self.path}" if self.path else ""

@@ -21,6 +21,7 @@ from flowrl.schema.columns import Column, TableSchema, nearest
 from flowrl.schema.ragged import Ragged
 from flowrl.schema.standard import STANDARD
 from flowrl.schema.types import TOKEN, ColumnType
+from flowrl.shown import shown
 from flowrl.store.columns import Values, inner_lengths, readonly, to_arrow, to_stored
 
 __all__ = ["RowBatch", "readonly", "refusing_writes"]
@@ -170,6 +171,9 @@ class RowBatch:
         return self.equals(other) if isinstance(other, RowBatch) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _repr_html_(self) -> str:
+        return shown("rows", self)
 
     def __repr__(self) -> str:
         head = f"RowBatch({len(self)} rows, {len(self._columns)} columns, {_human(self.nbytes)})"

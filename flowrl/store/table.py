@@ -28,6 +28,7 @@ import pyarrow as pa
 from flowrl.errors import ConfigError, DataError, SchemaError, StoreError
 from flowrl.schema.columns import Column, TableSchema
 from flowrl.schema.types import TOKEN, ColumnType
+from flowrl.shown import shown
 from flowrl.store import changes, claims, opening, stats
 from flowrl.store.backing import Backing
 from flowrl.store.catalog import HOT, PACKED, Catalog, Record, Segment
@@ -234,6 +235,9 @@ class ExperienceTable:
 
     def __iter__(self) -> NoReturn:
         raise SchemaError("a table is read by scan() (chunk after chunk), loader() (batches) or batch() (all rows)")
+
+    def _repr_html_(self) -> str:
+        return shown("table", self)
 
     def __repr__(self) -> str:
         if self._backing.closed:

@@ -113,7 +113,24 @@ def dataflow(scene: Scene, graph: Flow | Graph | None = None) -> Dataflow:
     edges = tuple(_edges(scene.plan, whole, kept, moved))
     shown = {bar.index for edge in edges for bar in edge.moves}
     past = tuple(_past(kept, moved, shown))
-    return Dataflow(points, (*edges, *past, *_back(scene, kept)), has_graph=True)
+    return Dataflow(points, (*edges, *past, *_back(scene.bars, kept)), has_graph=True)
+
+
+def of_graph(graph: Flow | Graph) -> Dataflow:
+    """The same of a graph that was not planned: no meshes, bytes or seconds."""
+    whole = graph.graph() if isinstance(graph, Flow) else graph
+    kept, notes = optimise(whole)
+    reasons = {note.node: note.text for note in notes}
+    points = []
+    for node in whole:
+        why = "" if node.name in kept else reasons.get(node.name, "nothing needs it: left out")
+        points.append(Point(node.name, sort_of(node), tuple(words_of(node)), "", None, (), why))
+    scope, needed = infer(whole), needed_columns(kept)
+    edges = [
+        replace(_typed(scope, source, needed), target=target, is_pruned=not is_live)
+        for source, target, is_live in _pairs(whole, kept)
+    ]
+    return Dataflow(tuple(points), (*edges, *_back((), kept)), has_graph=True)
 
 
 # ------------------------------------------------------------------------------------------------------- with a graph
@@ -144,15 +161,20 @@ def _band(plan: Plan, bars: Sequence[Bar]) -> str:
 def _edges(plan: Plan, whole: Graph, kept: Graph, moved: dict[tuple[str, str], tuple[Bar, ...]]) -> Iterator[Flows]:
     scope, needed = infer(whole), needed_columns(kept)
     rows = {} if plan.workload is None else rows_of(kept, plan.workload)
-    live = {(source, node.name): None for node in kept for _, source in node.inputs}
-    edges = dict.fromkeys((source, node.name) for node in whole for _, source in node.inputs) | live
-    for source, target in edges:  # where a node was left out, an edge goes past it
-        edge = replace(_typed(scope, source, needed), target=target, is_pruned=(source, target) not in live)
+    for source, target, is_live in _pairs(whole, kept):
+        edge = replace(_typed(scope, source, needed), target=target, is_pruned=not is_live)
         if edge.is_pruned:
             yield edge
         else:
             sized = replace(edge, carried_bytes=_carried(scope, edge, rows, plan.workload))
             yield _with_moves(sized, moved.get((source, target), ()))
+
+
+def _pairs(whole: Graph, kept: Graph) -> Iterator[tuple[str, str, bool]]:
+    """(from, to, whether it is left after pruning); where a node was left out, an edge goes past it."""
+    live = {(source, node.name): None for node in kept for _, source in node.inputs}
+    for source, target in dict.fromkeys((source, node.name) for node in whole for _, source in node.inputs) | live:
+        yield source, target, (source, target) in live
 
 
 def _past(kept: Graph, moved: dict[tuple[str, str], tuple[Bar, ...]], shown: set[int]) -> Iterator[Flows]:
@@ -190,9 +212,9 @@ def _typed(scope: Inference, source: str, needed: dict[str, frozenset[str]]) -> 
     )
 
 
-def _back(scene: Scene, kept: Graph) -> Iterator[Flows]:
+def _back(bars: Sequence[Bar], kept: Graph) -> Iterator[Flows]:
     """From weights that the flow returns to what samples from their model: the weights of the next iteration."""
-    resharded = [bar for bar in scene.bars if bar.step.kind is StepKind.RESHARD]
+    resharded = [bar for bar in bars if bar.step.kind is StepKind.RESHARD]
     for node in (kept[name] for name in kept.outputs):
         if not _gives_weights(node) or node.kind == "input":
             continue

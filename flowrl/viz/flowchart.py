@@ -32,12 +32,14 @@ class _Frame:
     labels: list[tuple[float, float, float, float]]
     said: set[tuple[str, tuple[int, ...]]]
     """Ends of edges and moves that have a label: a move to several nodes is named once."""
+    top: float
+    """Where the first layer begins: below the names of meshes, where there are any."""
 
     def x(self, row: float) -> float:
         return SIDE + row * self.column
 
     def y(self, layer: int) -> float:
-        return TOP + layer * PITCH
+        return self.top + layer * PITCH
 
     @property
     def box(self) -> float:
@@ -54,8 +56,9 @@ def flowchart(flow: Dataflow) -> Markup:
     room = WIDTH - 2 * SIDE - LANE * (len(backs) + 1)
     column = min(MOST, max(LEAST, room / max(1.0, places.width)))
     width = max(WIDTH, SIDE * 2 + column * places.width + LANE * (len(backs) + 1))
-    frame = _Frame(places, column, width, [], set())
-    height = TOP + places.num_layers * PITCH - (PITCH - BOX) + 34
+    top = TOP if any(name for name, _, _ in places.bands) else SIDE
+    frame = _Frame(places, column, width, [], set(), top)
+    height = top + places.num_layers * PITCH - (PITCH - BOX) + 34
     lines, labels = [], []
     for index, edge in enumerate(flow.edges):
         points = _back(frame, edge, backs.index(edge)) if edge.is_back else _forth(frame, edge)
@@ -65,8 +68,10 @@ def flowchart(flow: Dataflow) -> Markup:
             labels.append(label)
     boxes = [_box(frame, point) for point in flow.points]
     described = f"{len(flow.points)} nodes and {len(flow.edges)} edges; the table below has the same"
+    is_planned = any(point.bars for point in flow.points)
+    title = "Dataflow of the plan (predicted bytes and seconds)" if is_planned else "Dataflow"
     return picture(
-        "flow", width, height, "Dataflow of the plan (predicted bytes and seconds)", described,
+        "flow", width, height, title, described,
         tag("defs", *(_arrow(kind) for kind in (DATA, WEIGHTS, CONTROL))), *_bands(frame, height), *lines, *boxes, *labels,
     )  # fmt: skip
 
@@ -85,6 +90,8 @@ def words_on(edge: Flows) -> str:
 
 def _bands(frame: _Frame, height: float) -> Iterator[Markup]:
     for name, first, rows in frame.places.bands:
+        if not name:
+            continue
         x, width = SIDE + first * frame.column + 3, rows * frame.column - 6
         yield tag(
             "g",
@@ -126,7 +133,7 @@ def _box(frame: _Frame, point: Point) -> Markup:
 
 
 def _tip(point: Point) -> str:
-    lines = [*point.lines, point.band]
+    lines = [*point.lines, *([point.band] if point.band else [])]
     if point.why_pruned:
         lines.append(f"left out: {point.why_pruned}")
     for bar in point.bars:

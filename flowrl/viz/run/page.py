@@ -25,7 +25,7 @@ from flowrl.planner.measured import PLAN_FILE, Comparison, compare
 from flowrl.planner.steps import Plan
 from flowrl.trace import Event
 from flowrl.viz import units
-from flowrl.viz.dataflow import dataflow
+from flowrl.viz.dataflow import Dataflow, dataflow, of_graph
 from flowrl.viz.flowchart import flowchart
 from flowrl.viz.frame import (
     LIVE_POLICY,
@@ -258,6 +258,7 @@ def _time_parts(folder: RunFolder) -> list[Part]:
     return [
         section("timeline", "Timeline", timeline(drawn, planned.spans)),
         section("measured", "Predicted and measured", join(lead, predicted_and_measured(drawn, planned.spans))),
+        section("time", "Where the time went", _by_node(events)),
     ]
 
 
@@ -291,7 +292,7 @@ def _by_node(events: Sequence[Event]) -> Markup:
             tag("td", units.count(rows_of[name]), class_="num"),
         )
         lines.append(tag("tr", tag("th", name, scope="row"), *cells, tag("td", bar, class_="meters")))
-    words = f"Median of {len(steps)} steps. A run that is given a plan shows it here, predicted beside measured."
+    words = f"Median seconds of {len(steps)} steps, by node of the flow; operators between the models' calls, too."
     whole = tag("div", table(("node", "seconds", "rows", ""), lines), class_="scroll")
     return tag("div", tag("p", words, class_="lead"), whole, data_fresh="time")
 
@@ -359,15 +360,16 @@ def _flow_parts(folder: RunFolder) -> list[Part]:
         words = folder.graph_text()
     except FlowError:  # a run that was killed before it wrote its graph
         return []
-    drawing = None
-    path = folder.path / PLAN_FILE
     try:
-        graph: Graph = from_text(words)
-        if path.is_file():
-            drawing = tag("figure", flowchart(dataflow(scene(Plan.load(path)), graph)))
+        drawing = tag("figure", flowchart(_drawn_flow(folder, from_text(words))))
     except FlowError:  # operators that are not installed here: the text is there in any case
         drawing = None
     return [section("flow", "Flow", join(drawing, tag("pre", words, class_="said mono")))]
+
+
+def _drawn_flow(folder: RunFolder, graph: Graph) -> Dataflow:
+    path = folder.path / PLAN_FILE
+    return dataflow(scene(Plan.load(path)), graph) if path.is_file() else of_graph(graph)
 
 
 def _settings(info: Mapping[str, Any]) -> Markup:

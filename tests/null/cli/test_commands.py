@@ -31,9 +31,11 @@ OPTIONS = {
         "TARGET",
     ],
     "plan": [
-        "--cluster", "--config", "--help", "--json", "--lora", "--model", "--out", "--placement", "--prompt-tokens", "--prompts",
-        "--response-tokens", "--schedule", "--settings", "--tie", "--traceback", "--workload", "TARGET",
+        "--cluster", "--config", "--help", "--html", "--json", "--lora", "--model", "--out", "--placement", "--prompt-tokens",
+        "--prompts", "--response-tokens", "--schedule", "--settings", "--svg", "--tie", "--trace", "--traceback", "--workload",
+        "TARGET",
     ],
+    "view": ["--compare", "--help", "--most-mb", "--out", "--port", "--serve", "--traceback", "RUN"],
     "explain": [
         "--alt", "--cluster", "--config", "--help", "--json", "--lora", "--model", "--placement", "--prompt-tokens", "--prompts",
         "--response-tokens", "--schedule", "--settings", "--tie", "--traceback", "--workload", "TARGET",
