@@ -17,6 +17,7 @@ from flowrl.runtime.rundir import RunDir
 from flowrl.viz.run.responses import Pieces
 
 MIB = 2**20
+TOKENS = "--tokenizer is for the tokens of a run; leave it away"
 
 
 def view(args: argparse.Namespace) -> int:
@@ -24,25 +25,27 @@ def view(args: argparse.Namespace) -> int:
     if args.compare:
         if args.target is not None:
             raise ConfigError("--compare takes the runs itself: flowrl view --compare RUN RUN")
-        _refuse(args, "serve", "--compare writes a page")
+        _refuse(args, "serve", "--serve follows a run, and --compare writes a page")
+        _refuse(args, "tokenizer", TOKENS)
         return _compared(args.compare, args.out)
     if args.target is None:
         raise ConfigError("view takes the folder of a run or a PLAN.json; or --compare RUN RUN")
     path = Path(args.target)
     if path.is_file():
-        _refuse(args, "serve", "a plan does not change")
+        _refuse(args, "serve", "--serve follows a run, and a plan does not change")
+        _refuse(args, "tokenizer", TOKENS)
         return _plan(path, args.out)
     folder = RunDir.open(path)
     if args.serve:
         if args.out is not None:
             raise ConfigError("--serve writes no file; leave --out away")
-        return _serve(folder, args.port)
-    return _run(folder, args.out, args.most_mb)
+        return _serve(folder, args.port, args.tokenizer)
+    return _run(folder, args.out, args.most_mb, args.tokenizer)
 
 
 def _refuse(args: argparse.Namespace, name: str, why: str) -> None:
     if getattr(args, name):
-        raise ConfigError(f"--{name} follows a run: {why}")
+        raise ConfigError(why)
 
 
 def _plan(path: Path, out: str | None) -> int:
@@ -50,12 +53,12 @@ def _plan(path: Path, out: str | None) -> int:
     return _written(page, Path(out) if out is not None else path.with_suffix(".html"))
 
 
-def _run(folder: RunDir, out: str | None, most_mb: float) -> int:
+def _run(folder: RunDir, out: str | None, most_mb: float, tokenizer: str | None) -> int:
     from flowrl.viz.run.page import run_html
 
     if not most_mb > 0:
         raise ConfigError(f"--most-mb is a number above 0; found {most_mb:g}")
-    page = run_html(folder, pieces=pieces_of(folder), most_bytes=int(most_mb * MIB))
+    page = run_html(folder, pieces=pieces_of(folder, tokenizer), most_bytes=int(most_mb * MIB))
     return _written(page, Path(out) if out is not None else folder.path / "view.html")
 
 
@@ -65,11 +68,11 @@ def _compared(runs: Sequence[str], out: str | None) -> int:
     return _written(compare_html([RunDir.open(run) for run in runs]), Path(out or "compare.html"))
 
 
-def _serve(folder: RunDir, port: int) -> int:
+def _serve(folder: RunDir, port: int, tokenizer: str | None) -> int:
     from flowrl.viz.run.serve import LiveView
 
     try:
-        live = LiveView(folder, pieces_of(folder), port=port)
+        live = LiveView(folder, pieces_of(folder, tokenizer), port=port)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"--port {port}: nothing can be served there ({error}); 0 takes a port that is free"
@@ -94,20 +97,36 @@ def _written(page: str, path: Path) -> int:
     return OK
 
 
-def pieces_of(folder: RunDir) -> Pieces | None:
-    """What the token ids of a run are as text, where its tokenizer is on this machine."""
+def pieces_of(folder: RunDir, tokenizer: str | None = None) -> Pieces | None:
+    """What the token ids of a run are as text, where its tokenizer is on this machine.
+
+    Args:
+        tokenizer: take this one. Errors: ConfigError where it is not here.
+    """
     info = folder.info
+    if tokenizer is not None:
+        found = _find(tokenizer)
+        if found is None:
+            raise ConfigError(
+                f"--tokenizer {tokenizer}: there is none on this machine; give a folder that has one, or a name that was "
+                "downloaded before"
+            )
+        return found
     if info.get("engine") == "null":
         return _as_bytes
     models = [str(one.get("source")) for one in dict(info.get("models", {})).values() if isinstance(one, dict)]
-    if not models or not folder.edges():
+    if not folder.edges():
         return None
+    return next((found for source in models if (found := _find(source)) is not None), None)
+
+
+def _find(source: str) -> Pieces | None:
     try:
         # by name, as engines are: this command stays quick where no tokens were recorded
-        find: Callable[[str], Any] = importlib.import_module("flowrl.engines.token_text").hugging_face
+        find: Callable[[str], Pieces | None] = importlib.import_module("flowrl.engines.token_text").hugging_face
+        return find(source)
     except ImportError:
         return None
-    return next((found for source in models if (found := find(source)) is not None), None)
 
 
 def _as_bytes(ids: Sequence[int]) -> list[bytes | None]:

@@ -35,7 +35,7 @@ OPTIONS = {
         "--prompts", "--response-tokens", "--schedule", "--settings", "--svg", "--tie", "--trace", "--traceback", "--workload",
         "TARGET",
     ],
-    "view": ["--compare", "--help", "--most-mb", "--out", "--port", "--serve", "--traceback", "RUN"],
+    "view": ["--compare", "--help", "--most-mb", "--out", "--port", "--serve", "--tokenizer", "--traceback", "RUN"],
     "explain": [
         "--alt", "--cluster", "--config", "--help", "--json", "--lora", "--model", "--placement", "--prompt-tokens", "--prompts",
         "--response-tokens", "--schedule", "--settings", "--tie", "--traceback", "--workload", "TARGET",
@@ -44,6 +44,9 @@ OPTIONS = {
     "audit": [
         "--frozen", "--head", "--help", "--json", "--layout", "--lora", "--model", "--offload", "--optimizer", "--precision",
         "--traceback", "--wrap",
+    ],
+    "reshard-explain": [
+        "--apart", "--bucket-mib", "--cluster", "--from", "--help", "--json", "--source-dtype", "--to", "--traceback", "MODEL",
     ],
     "ops": ["--help", "--traceback"],
     "ops list": ["--help", "--json", "--pack", "--search", "--traceback"],

@@ -80,6 +80,7 @@ def test_runs_over_each_other(cli: Cli, folder: Path) -> None:
         (("PLAN", "--serve"), "does not change"),
         (("--compare", "RUN", "RUN", "--serve"), "writes a page"),
         (("RUN", "--sreve"), "did you mean '--serve'"),
+        (("PLAN", "--tokenizer", "x"), "--tokenizer is for the tokens of a run"),
     ],
 )
 def test_wrong_usage_is_said(cli: Cli, folder: Path, plan_file: Path, args: tuple[str, ...], said: str) -> None:
