@@ -346,6 +346,7 @@ def _view_command(commands: argparse._SubParsersAction[Parser]) -> None:
     view.add_argument(
         "--most-mb", type=float, metavar="N", default=48.0, help="of compressed responses in the page; default: 48"
     )
+    view.add_argument("--tokenizer", metavar="SOURCE", help="for token ids: a folder, or a name; default: the models' own")
     view.add_argument("--compare", metavar="RUN", nargs="+", help="two or more runs over each other")
     view.add_argument("--serve", action="store_true", help="follow a run; on this machine only, until Ctrl-C")
     view.add_argument("--port", type=int, metavar="N", default=0, help="for --serve; default: one that is free")
