@@ -25,6 +25,7 @@ from flowrl.planner.figures import (
     Summary,
     alternative_lines,
     binding_lines,
+    overlap_line,
     phase_table,
     phases,
     placement_of,
@@ -290,8 +291,7 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     searched = made.searched
     if searched is not None:
         rows.append(("search", _searched(searched)))
-    if tie := tie_line(made):
-        rows.append(("tie", tie))
+    rows += [(what, line) for what, line in (("overlap", overlap_line(made)), ("tie", tie_line(made))) if line]
     rows.append(("figures", calibration(made.cluster)))
     return aligned(rows, "ll")
 

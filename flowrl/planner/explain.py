@@ -19,6 +19,7 @@ from flowrl.planner.figures import (
     alternative_lines,
     binding_lines,
     chosen,
+    overlap_line,
     placement_of,
     role_lines,
     setting_text,
@@ -118,8 +119,8 @@ class Explanation:
         lines = [f"{shown}predicted {time_text(self.summary.seconds)} per iteration", ""]
         lines += [*(f"  {line}" for line in role_lines(self.plan))]
         lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
-        if tie := tie_line(self.plan):
-            lines.append(f"  a tie: {tie}")
+        lines += [f"  overlap: {line}" for line in (overlap_line(self.plan),) if line]
+        lines += [f"  a tie: {line}" for line in (tie_line(self.plan),) if line]
         lines += [f"  {_relief(one, self.summary.seconds)}" for one in self.relief]
         if self.reasons:
             lines += ["", *_reason_lines(self.reasons)]

@@ -273,6 +273,13 @@ def binding_lines(found: Summary, plan: Plan) -> list[str]:
     return lines
 
 
+def overlap_line(plan: Plan) -> str:
+    """Of a plan whose rows may be older than the weights: that this gains nothing. Empty where iterations overlap."""
+    if not plan.max_staleness or len({one.mesh for one in chosen(plan).values()}) > 1:
+        return ""
+    return "all roles share one mesh, so that iterations do not overlap: sync would take about as long"
+
+
 def alternative_lines(plan: Plan) -> list[str]:
     """The plans of other kinds that the search looked at to the end, and why each lost; then kinds of which nothing fits."""
     searched = plan.searched

@@ -21,6 +21,8 @@ from flowrl.planner.workload import Workload
 INFINITE = float("inf")
 LEAST_CHANGE = 5e-4
 """A difference in seconds below this part is none in a text that has percents with one digit."""
+LEAST_CAUSE = 0.25
+"""Part of a difference in seconds from which one piece of work is named as its cause."""
 GIB = 2**30
 
 
@@ -218,7 +220,9 @@ class Found:
         work = work_of(self.problem.roles)
         sign = 1 if more >= 0 else -1  # of a faster one, what it does faster
         at = max(range(len(work)), key=lambda one: sign * (other.work_s[one] - best.work_s[one]))
-        if sign * (other.work_s[at] - best.work_s[at]) > LEAST_CHANGE * best.seconds:
+        if sign * (other.work_s[at] - best.work_s[at]) > max(
+            LEAST_CHANGE * best.seconds, LEAST_CAUSE * abs(other.seconds - best.seconds)
+        ):
             role, call, _ = work[at]
             owner = self.problem.roles[role]
             name = f"the weights of '{owner.name}'" if call is None else f"'{owner.calls[call].node}'"
@@ -228,7 +232,7 @@ class Found:
             names = ", ".join(option.role for option in other.combinations[index].options)
             said.append(f"{other.meshes[index]} ({names}) is busy for {other.busy_s[index]:.1f} s")
         if more <= -LEAST_CHANGE:
-            said.append("a tie, and the plan is simpler")
+            said.append("a tie: what was chosen is simpler")
         return "; ".join(said)
 
 
@@ -238,21 +242,30 @@ def digits(seconds: float) -> float:
 
 
 def settings_changed(roles: Sequence[Role], best: Candidate, other: Candidate) -> list[str]:
-    """`'policy' offload park -> sopt`: where offload and optimizers differ; if neither they nor layouts do, all that does."""
+    """`'policy' offload park -> sopt`: on the same meshes layouts, offload and optimizers that differ, elsewhere the last two; if
+    none of them do, all that does."""
 
     def differ(keys: Sequence[str]) -> list[str]:
         found = []
         for role in roles:
-            mine, theirs = (dict(one.option(role.name).settings) for one in (best, other))
-            found += [
-                f"'{role.name}' {key} {mine[key]} -> {theirs[key]}"
-                for key in keys or mine
-                if key in mine and key in theirs and mine[key] != theirs[key]
-            ]
+            mine, theirs = (_said(one.option(role.name)) for one in (best, other))
+            both = [key for key in keys or mine if key in mine and key in theirs]
+            changed = [f"{key} {mine[key]} -> {theirs[key]}" for key in both if mine[key] != theirs[key]]
+            found += [f"'{role.name}' {', '.join(changed)}"] if changed else []
         return found
 
-    said = differ(("offload", "optimizer"))
-    return said if said or other.placement != best.placement else differ(())
+    layout = ("layout",) if _sets(best) == _sets(other) else ()
+    return differ((*layout, "offload", "optimizer")) or (differ(()) if layout else [])
+
+
+def _said(option: Option) -> dict[str, Setting]:
+    return {"layout": str(option.layout), **dict(option.settings)}
+
+
+def _sets(candidate: Candidate) -> dict[Mesh, frozenset[str]]:
+    """Who shares which mesh."""
+    pairs = zip(candidate.meshes, candidate.combinations, strict=True)
+    return {mesh: frozenset(option.role for option in one.options) for mesh, one in pairs}
 
 
 # ------------------------------------------------------------------------------------------------------------ structure

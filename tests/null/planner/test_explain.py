@@ -8,11 +8,21 @@ from examples.flows.grpo import grpo
 from flowrl.errors import PlanError
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Placement
-from flowrl.planner.explain import explain, explain_plan
-from flowrl.planner.figures import Phase, alternative_lines, chosen, phase_table, phases, placement_of, summary
+from flowrl.planner.explain import Other, Reason, explain, explain_plan
+from flowrl.planner.figures import (
+    Phase,
+    alternative_lines,
+    binding_lines,
+    chosen,
+    overlap_line,
+    phase_table,
+    phases,
+    placement_of,
+    summary,
+)
 from flowrl.planner.planning import plan_found
 from flowrl.planner.search import search
-from tests.null.planner.search_cases import CASES, WORK
+from tests.null.planner.search_cases import CASES, FEW, WORK
 
 GRAPH = grpo.graph()
 PLENTY = replace(CASES["plenty"], tie=0.0)
@@ -130,3 +140,48 @@ def test_nothing_fits():
     problem = replace(PLENTY, cluster=PLENTY.cluster.with_memory(device_bytes=2**30))
     with pytest.raises(PlanError, match="FR-P01"):
         explain(problem, GRAPH)
+
+
+def test_settings_have_reasons_too():
+    problem = replace(PLENTY, choices=replace(FEW, recompute=(True, False)))
+    said = {(reason.role, reason.choice): reason for reason in explain(problem, GRAPH).reasons}
+    assert {("gen", "utilization"), ("policy", "recompute")} <= set(said) and ("ref", "recompute") not in said
+    recompute = said["policy", "recompute"]
+    assert {recompute.chosen, *(other.what for other in recompute.others)} == {"yes", "no"}
+    asked = replace(problem, only=(("policy", "recompute", recompute.chosen == "yes"),))
+    reason = next(one for one in explain(asked, GRAPH).reasons if (one.role, one.choice) == ("policy", "recompute"))
+    assert reason.is_asked and str(reason) == f"recompute {recompute.chosen}: asked for"
+
+
+def test_what_another_choice_costs():
+    reason = Reason("policy", "offload", "park", 100.0, (), tie=0.02, device_bytes=2**30)
+    assert reason._cost(Other("none", 100.0, 2**30)) == "none, as fast and no less memory"
+    assert reason._cost(Other("none", 100.0, 2**31, 2**30)) == "none, as fast (2.0 GiB per device, 1.0 GiB per host)"
+    assert reason._cost(Other("sopt", 110.0)) == "sopt, +10.0 s (+10.0%)"
+    assert reason._cost(Other("sopt", 99.0)) == "sopt, -1.0 s (-1.0%), a tie"
+    assert reason._cost(Other("sopt", 90.0)) == "sopt, -10.0 s (-10.0%), which the search passed over"
+    assert str(reason) == "offload park; there is no other"
+
+
+def test_where_iterations_overlap_the_longest_steps_are_those_of_the_busiest_mesh():
+    problem = replace(CASES["async"], schedule=Async(1), placement=Placement.parse("gen:d2 | (policy:f2 + ref:f2)"))
+    plan = plan_found(search(problem), GRAPH)
+    load = summary(plan, problem).loads[0]
+    names = [name for name, _ in load.steps]
+    assert sum(seconds for _, seconds in load.steps) == pytest.approx(load.busy_s)
+    line = binding_lines(summary(plan, problem), plan)[0]
+    assert f"longest there: {names[0]} " in line
+    assert overlap_line(plan) == ""
+    together = replace(problem, placement=Placement.parse("gen:d4 + policy:f4 + ref:f4"))
+    assert "do not overlap" in overlap_line(plan_found(search(together), GRAPH))
+
+
+def test_of_planned_ties_the_simplest_is_taken():
+    """A plan that is much slower as the search counts it, and a tie when it is planned, can be the simplest."""
+    problem = replace(CASES["tight"], tie=0.3)
+    found = search(problem)
+    plan = plan_found(found, GRAPH)
+    assert plan.searched is not None
+    least = min([plan.predicted.seconds, *(one.seconds for one in plan.searched.alternatives)])
+    assert plan.predicted.seconds <= least * 1.3 * (1 + 1e-9)
+    assert bool(plan.searched.why_simpler) == (plan.predicted.seconds > least * (1 + 5e-4))

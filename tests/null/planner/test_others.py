@@ -105,3 +105,29 @@ def test_a_role_more_than_devices():
                       choices=replace(FEW, offload=tuple(Offload)))  # fmt: skip
     found = search(problem)
     assert found.best is not None and any("2 meshes on 1 devices" in line for line in found.refused)
+
+
+def test_layouts_of_a_trainer_that_are_worth_nothing_are_not_said_to_lack_memory():
+    """Of tensor parallelism only those options are offered that gain seconds; here none of these fits, and others would."""
+    shape = ModelShape.of("Qwen/Qwen3-30B-A3B")
+    work = Workload(128, Lengths.fixed(512), Lengths.lognormal(1024, 0.6, cap=4096))
+    found = search(Problem(group_roles(shape, shape, 1024), Cluster.named("8xH100-80G"), work))
+    assert not any("another layout of 'policy'" in line for line in found.refused)
+    # with less of the policy offloaded too: parked where the best one streams
+    away = dict(found.best.option("policy").settings)["offload"]
+    other = {dict(one.option("policy").settings)["offload"] for one in found.others if split(one) == split(found.best)}
+    assert away == "sopt" and "park" in other
+
+
+def test_why_another_lost_says_what_differs():
+    found = search(CASES["plenty"])
+    for other in found.others:
+        line = found.why_not(other)
+        if split(other) == split(found.best) and other.meshes == found.best.meshes:
+            assert " -> " in line
+    same = replace(found.best, seconds=found.best.seconds * (1 + 1e-6))
+    assert found.why_not(same) == f"{same.placement}: {same.seconds:.1f} s (as fast)"
+    slower = replace(same, seconds=found.best.seconds * 1.5, work_s=tuple(2 * one for one in same.work_s))
+    assert "(+50.0%)" in found.why_not(slower) and "'rollout'" in found.why_not(slower)
+    faster = replace(same, seconds=found.best.seconds * 0.99)
+    assert found.why_not(faster).endswith("(-1.0%); a tie: what was chosen is simpler")
