@@ -211,6 +211,13 @@ def audit(args: argparse.Namespace) -> int:
     return audited(args)
 
 
+def reshard_explain(args: argparse.Namespace) -> int:
+    """Print what moves from one layout to another."""
+    from flowrl.cli.reshard import reshard_explain as explained
+
+    return explained(args)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "show": show,
@@ -219,6 +226,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "explain": plan,
     "diff": plan,
     "audit": audit,
+    "reshard-explain": reshard_explain,
     "view": view,
     "ops": ops,
     "new": new,

@@ -115,6 +115,14 @@ examples:
 
 Bytes are predicted. What a module that is there takes: flowrl.engines.audit.audit_module(model, optimizer). The exit code is 1
 when something is found that wastes more than a hundredth of the device's bytes.""",
+    "reshard-explain": """\
+examples:
+  flowrl reshard-explain Qwen/Qwen2.5-7B --from f2 --to t2 --cluster 2xH200
+  flowrl reshard-explain meta-llama/Llama-2-70b-hf --from f8 --to d4t2@div --cluster 8xH100-80G
+  flowrl reshard-explain models/mine/config.json --from f4 --to t4 --apart --source-dtype float32
+
+Bytes are those that a run moves; seconds are predicted. Weights arrive in bfloat16. The bound is what devices need and do not
+hold.""",
     "ops": """\
 examples:
   flowrl ops list
@@ -382,6 +390,21 @@ def _planning_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         diff.add_argument(name, metavar=f"{name.upper()}.json", help="a plan in a file")
     diff.add_argument("--json", action="store_true", help="as JSON")
     _audit_command(commands)
+    _reshard_command(commands)
+
+
+def _reshard_command(commands: argparse._SubParsersAction[Parser]) -> None:
+    edge = _command(commands, "reshard-explain", "what moves when weights go from one layout to another, and how long")
+    edge.add_argument("model", metavar="MODEL", help="a published name, a folder, or a config.json")
+    edge.add_argument("--from", dest="source", metavar="LAYOUT", required=True, help="of the trainer: f8, f4t2, d2f4")
+    edge.add_argument("--to", dest="target", metavar="LAYOUT", required=True, help="of the engine: d4t2, t8, t2p2")
+    edge.add_argument("--apart", action="store_true", help="the engine has devices of its own; default: the trainer's")
+    edge.add_argument("--cluster", metavar="CLUSTER", help="8xH100-80G and the like, or FILE.toml; for seconds and nodes")
+    edge.add_argument(
+        "--source-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the shards; default: bfloat16"
+    )
+    edge.add_argument("--bucket-mib", type=int, metavar="N", default=128, help="MiB of a bucket; default: 128")
+    edge.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _audit_command(commands: argparse._SubParsersAction[Parser]) -> None:

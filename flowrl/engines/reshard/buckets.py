@@ -39,7 +39,7 @@ class Buckets:
         self._sent: dict[int, list[int]] = defaultdict(list)
         self._received: dict[int, list[int]] = defaultdict(list)
         self._staged: dict[int, list[int]] = defaultdict(list)
-        self._first: dict[tuple[int, bool, bool], int] = defaultdict(int)
+        self._first: dict[tuple[int, int, bool, bool, int], int] = defaultdict(int)
 
     def deal(
         self,
@@ -74,31 +74,33 @@ class Buckets:
         self, needed: int, sender: int, receiver: int, packed: bool, unpacked: bool, earliest: int
     ) -> tuple[int, int]:
         """The first bucket with room for `needed` bytes, and its room."""
-        is_large = needed == self.grain
-        sent, received = (sender, True, is_large), (receiver, False, is_large)
-        least = needed if is_large else ALIGN_BYTES
-        for key, used in ((sent, self._sent[sender]), (received, self._received[receiver])):
-            while self._first[key] < len(used) and self.limit - used[self._first[key]] < least:
-                self._first[key] += 1  # full for good: what is used only grows
-        bucket = max(earliest, self._first[sent], self._first[received])
-        while True:
-            room = self.limit - max(_at(self._sent[sender], bucket), _at(self._received[receiver], bucket))
-            if packed:
-                room = min(room, self.limit - _at(self._staged[sender], bucket))
-            if unpacked:
-                room = min(room, self.limit - _at(self._staged[receiver], bucket))
-            if room >= needed:
-                return bucket, room
+        used = [self._sent[sender], self._received[receiver]]
+        used += [self._staged[sender]] * packed + [self._staged[receiver]] * unpacked
+        least = (
+            needed if needed == self.grain else 1 << (needed.bit_length() - 1)
+        )  # few kinds, so that all learn from each
+        key = (sender, receiver, packed, unpacked, least)
+        first = self._first[key]
+        while self._room(used, first) < least:
+            first += 1  # full for good: what is used only grows
+        self._first[key] = first
+        bucket = max(earliest, first)
+        while (room := self._room(used, bucket)) < needed:
             bucket += 1
+        return bucket, room
+
+    def _room(self, used: list[list[int]], bucket: int) -> int:
+        """What is left of the limit in a bucket, where each of `used` may be the one that is short."""
+        most = 0
+        for one in used:
+            if bucket < len(one) and one[bucket] > most:
+                most = one[bucket]
+        return self.limit - most
 
     @staticmethod
     def _add(used: list[int], bucket: int, num_bytes: int) -> None:
         used.extend([0] * (bucket + 1 - len(used)))
         used[bucket] += num_bytes
-
-
-def _at(used: list[int], bucket: int) -> int:
-    return used[bucket] if bucket < len(used) else 0
 
 
 def cut(box: Box, most: int) -> tuple[Box, list[Box]]:

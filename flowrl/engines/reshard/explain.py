@@ -32,7 +32,8 @@ class Explained:
     bucket_bytes: int
     staging_bytes: int
     """Most that a device takes besides source and target: two slots."""
-    predicted_s: float
+    predicted_s: float | None
+    """None without a cluster."""
 
     @property
     def ratio(self) -> float:
@@ -67,17 +68,20 @@ class Explained:
         peers += [[str(a), str(b), size_text(found)] for (a, b), found in self.peer_bytes.items()]
         facts = [
             ["on the wire", f"{size_text(self.wire_bytes)} in all"],
-            ["lower bound", f"{size_text(self.bound_bytes)}; the wire carries {self.ratio:.4g} times that"],
+            ["lower bound", f"{size_text(self.bound_bytes)}; the ratio is {self.ratio:.4f}"],
             ["by gathering", f"{size_text(self.gather_bytes)}, if each device gathered whole tensors"],
             ["buckets", f"{self.num_buckets} of at most {size_text(self.bucket_bytes)}"],
             ["staging", f"{size_text(self.staging_bytes)} on the fullest device"],
-            ["predicted", time_text(self.predicted_s)],
+            [
+                "predicted",
+                "give a cluster" if self.predicted_s is None else f"{time_text(self.predicted_s)} on the wire",
+            ],
         ]
         parts = [self.edge, *aligned(devices, "rrrr"), "", *aligned(peers, "rrr"), "", *aligned(facts, "ll")]
         return "\n".join(parts)
 
 
-def explain(program: Program, found: Reshard, tensors: Sequence[Tensor], cluster: Cluster) -> Explained:
+def explain(program: Program, found: Reshard, tensors: Sequence[Tensor], cluster: Cluster | None) -> Explained:
     """The figures of a program that was made from `found`. The bound is computed apart from the program's moves."""
 
     def size(tensor: Tensor) -> int:
@@ -101,5 +105,5 @@ def explain(program: Program, found: Reshard, tensors: Sequence[Tensor], cluster
         program.num_buckets,
         program.bucket_bytes,
         2 * max(program.slot_bytes.values(), default=0),
-        found.time_s(cluster, bucket_bytes=program.bucket_bytes),
+        None if cluster is None else found.time_s(cluster, bucket_bytes=program.bucket_bytes),
     )

@@ -32,6 +32,8 @@ class Region:
 
     def inside(self, outer: Box, box: Box) -> Region:
         """The part of this region that holds `box`, where the region holds `outer`."""
+        if box == outer:
+            return self
         start = tuple(at + low - first for at, (low, _), (first, _) in zip(self.start, box, outer, strict=True))
         return Region(self.storage, start, tuple(stop - low for low, stop in box))
 
