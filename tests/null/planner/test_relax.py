@@ -54,7 +54,10 @@ def test_the_least_host_memory_is_the_least():
     machine = Cluster.named("8xA100-80G").with_memory(host_bytes=300 * GIB)
     consent = Choices(optimizers=(ADAM_MASTER,))
     found = explain(Problem(group_roles(LLAMA_70B, LLAMA_70B, 256), machine, WORK, choices=consent))
-    assert "host memory, at least 771 GiB per node > 300, over by 471 (on all hosts 'policy' offload sopt 771)" in found.binding
+    assert (
+        "host memory, at least 771 GiB per node > 300, over by 471 (on all hosts 'policy' offload sopt 771)"
+        in found.binding
+    )
     assert "hosts of 771 GiB" in [one.what for one in found.relaxations]
 
 
