@@ -19,7 +19,10 @@ from flowrl.viz.scene import Bar, Scene, place_of, scene
 from flowrl.viz.stacks import Stack, stacks
 from flowrl.viz.svg import clean
 
-MICRO = 1e6
+NANO = 1e9
+PER_MICRO = 1000
+"""Perfetto keeps whole nanoseconds, and a slice that ends one behind the start of its neighbour is dropped: so times are rounded
+here, and a length is the difference of rounded times."""
 MEASURED = 1000
 """Added to a node's number for the process of what was measured."""
 HOST_TID = 1_000_000
@@ -31,7 +34,8 @@ def trace_json(plan: Plan, measured: Comparison | Iterable[Any] | None = None) -
     """The trace as JSON. Times are microseconds since the beginning of the iteration.
 
     Args:
-        measured: as of `flowrl.viz.measured.seen`. A step whose start was not measured is drawn at its predicted one.
+        measured: as of `flowrl.viz.measured.seen`. A step whose start was not measured is drawn at its predicted one, or behind
+            the measured step before it.
     """
     drawn, spans = scene(plan), seen(plan, measured)
     on_devices, on_hosts = stacks(plan)
@@ -47,6 +51,15 @@ def trace_json(plan: Plan, measured: Comparison | Iterable[Any] | None = None) -
     }
     values = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": events}
     return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _ns(moment_s: float) -> int:
+    return round(moment_s * NANO)
+
+
+def _us(moment_ns: int) -> float:
+    """As JSON says it: microseconds."""
+    return moment_ns / PER_MICRO
 
 
 def _threads(drawn: Scene, bar: Bar) -> Iterator[tuple[int, int, Lane]]:
@@ -105,12 +118,12 @@ def _steps(drawn: Scene) -> Iterator[Event]:
         if bar.step.layout is not None:
             args["layout"] = str(bar.step.layout)
         for node, thread, _ in _threads(drawn, bar):
-            yield _slice(bar, node + 1, thread, bar.start_s, bar.end_s - bar.start_s, args)
+            yield _slice(bar, node + 1, thread, _ns(bar.start_s), _ns(bar.end_s), args)
 
 
-def _slice(bar: Bar, pid: int, tid: int, start_s: float, seconds: float, args: dict[str, Any]) -> Event:
-    return {"ph": "X", "name": clean(bar.step.name), "cat": str(bar.step.kind), "pid": pid, "tid": tid, "ts": start_s * MICRO,
-            "dur": seconds * MICRO, "args": args}  # fmt: skip
+def _slice(bar: Bar, pid: int, tid: int, start_ns: int, end_ns: int, args: dict[str, Any]) -> Event:
+    return {"ph": "X", "name": clean(bar.step.name), "cat": str(bar.step.kind), "pid": pid, "tid": tid, "ts": _us(start_ns),
+            "dur": _us(end_ns - start_ns), "args": args}  # fmt: skip
 
 
 def _memory(drawn: Scene, found: tuple[Stack, ...]) -> Iterator[Event]:
@@ -122,15 +135,15 @@ def _memory(drawn: Scene, found: tuple[Stack, ...]) -> Iterator[Event]:
     for stack in found:
         node = stack.indices[0] if stack.is_host else stack.indices[0] // per_node
         name = f"memory of {stack.name}, predicted bytes"
-        for moment_s in stack.moments:
+        for moment_s in stack.moments if stack.layers else ():
             args = {layer.category.name: layer.at(moment_s) for layer in stack.layers}
-            yield {"ph": "C", "name": name, "pid": node + 1, "ts": moment_s * MICRO, "args": args}
+            yield {"ph": "C", "name": name, "pid": node + 1, "ts": _us(_ns(moment_s)), "args": args}
         peak = {"peak": stack.usage.peak_bytes}
         yield {
             "ph": "C",
             "name": f"peak of {stack.name}, predicted bytes",
             "pid": node + 1,
-            "ts": stack.usage.peak_s * MICRO,
+            "ts": _us(_ns(stack.usage.peak_s)),
             "args": peak,
         }
 
@@ -143,21 +156,30 @@ def _arrows(drawn: Scene) -> Iterator[Event]:
         for name in bar.step.after:
             source = by_name[name]
             start, end = next(_threads(drawn, source), None), next(_threads(drawn, bar), None)
-            if start is None or end is None:
+            begins_ns, ends_ns = _ns(source.start_s), _ns(source.end_s)
+            # an arrow hangs on the slice that is open at its moment: one without length is never, and at its end none is
+            if start is None or end is None or begins_ns == ends_ns or _ns(bar.start_s) == _ns(bar.end_s):
                 continue
             number += 1
             moved = source.step.predicted.num_bytes or bar.step.predicted.num_bytes
             common = {"name": "waits for", "cat": "edge", "id": number, "args": {"bytes": moved}}
-            yield {"ph": "s", **common, "pid": start[0] + 1, "tid": start[1], "ts": source.end_s * MICRO}
-            yield {"ph": "f", "bp": "e", **common, "pid": end[0] + 1, "tid": end[1], "ts": bar.start_s * MICRO}
+            yield {"ph": "s", **common, "pid": start[0] + 1, "tid": start[1], "ts": _us(ends_ns - 1)}
+            yield {"ph": "f", "bp": "e", **common, "pid": end[0] + 1, "tid": end[1], "ts": _us(_ns(bar.start_s))}
 
 
 def _measured(drawn: Scene, spans: Iterable[Seen]) -> Iterator[Event]:
-    for one in spans:
+    """By start. Slices of a thread stand beside each other, as Perfetto drops what overlaps its neighbour: one whose start is not
+    known begins at the predicted one, or behind what ran before it on that thread."""
+    starts = {one.step: drawn.bar(one.step).start_s if one.start_s is None else one.start_s for one in spans}
+    free_ns: dict[tuple[int, int], int] = {}
+    for one in sorted(spans, key=lambda one: starts[one.step]):
         bar = drawn.bar(one.step)
-        start_s = bar.start_s if one.start_s is None else one.start_s
         args: dict[str, Any] = {"measured_s": one.seconds, "predicted_s": bar.step.predicted.seconds}
         if one.device_bytes is not None:
             args["measured_device_bytes"] = one.device_bytes
-        for node, thread, _ in _threads(drawn, bar):
-            yield _slice(bar, node + 1 + MEASURED, thread, start_s, one.seconds, args)
+        threads = [(node, thread) for node, thread, _ in _threads(drawn, bar)]
+        start_ns = max([_ns(starts[one.step]), *(free_ns.get(place, 0) for place in threads)])
+        end_ns = start_ns + _ns(one.seconds)
+        for node, thread in threads:
+            free_ns[node, thread] = end_ns
+            yield _slice(bar, node + 1 + MEASURED, thread, start_ns, end_ns, args)

@@ -274,9 +274,9 @@ def test_a_small_plan_as_a_trace() -> None:
         ("X", "rows", 1, 12, 2e6, 5e5, 2**20),
         ("X", "rows", 1, 22, 2e6, 5e5, 2**20),
         ("X", "update", 1, 21, 2.5e6, 1.5e6, 0),
-        ("s", "waits for", 1, 1, 2e6, None, 2**20),
+        ("s", "waits for", 1, 1, 2e6 - 1e-3, None, 2**20),
         ("f", "waits for", 1, 2, 2e6, None, 2**20),
-        ("s", "waits for", 1, 2, 2.5e6, None, 2**20),
+        ("s", "waits for", 1, 2, 2.5e6 - 1e-3, None, 2**20),
         ("f", "waits for", 1, 21, 2.5e6, None, 2**20),
         ("X", "update", 1001, 21, 2.5e6, 1.8e6, None),
     ]
