@@ -67,8 +67,7 @@ def shortage(space: Space, mine: Sequence[int], size: int, takes: Callable[[Opti
     host = sum(min((one.host_bytes for one in space.options(role, size) if takes(one)), default=0.0) for role in mine)
     nodes = max(1, size // space.cluster.devices_per_node)
     if host / nodes > space.cluster.host.memory_bytes:
-        return (
-            f"'{' + '.join(space.roles[role].name for role in mine)}' needs {host / nodes / GIB:.0f} GiB on each host > "
-            f"{space.cluster.host.memory_bytes / GIB:.0f}"
-        )
+        names, needed = " + ".join(space.roles[role].name for role in mine), f"{host / nodes / GIB:.0f} GiB"
+        devices = f"{size} device{'s' if size > 1 else ''}"
+        return f"'{names}' on {devices} needs {needed} on each host > {space.cluster.host.memory_bytes / GIB:.0f}"
     return ""
