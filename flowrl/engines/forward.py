@@ -101,6 +101,8 @@ class Forward:
         """Whether a prompt may run once for all rows that begin with it (see `flowrl.engines.prefix`)."""
         self.packs = self.split and can_pack(getattr(module, "base_model", module), vocab_size, self.device)
         """Whether short rows may share a line of a block (see `flowrl.engines.packed`)."""
+        self.loose_ends: list[Tensor] | None = None
+        """Gets outputs of the backbone that nothing reads, where somebody must know of them."""
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +114,7 @@ class Forward:
         split = split_block(batch.ids, batch.prompt_B, batch.length_B, 0) if self.shares_prompts else None
         if split is None:
             return self._whole_rows(batch, row_T)
-        states = run_split(self.module.base_model, split, self.device)
+        states = run_split(self.module.base_model, split, self.device, self.loose_ends)
         inside_T = batch.position_T - split.start_B[batch.row_T]
         return states[row_T, torch.from_numpy(inside_T).to(self.device)]
 

@@ -84,8 +84,12 @@ def split_block(ids: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray
     return Split(prompt_ids, prompt_mask, response_ids, prompt_B, start_B)
 
 
-def run_split(base: Any, split: Split, device: torch.device) -> Tensor:
-    """[B, Lr, H] hidden states of the response part of every row."""
+def run_split(base: Any, split: Split, device: torch.device, loose_ends: list[Tensor] | None = None) -> Tensor:
+    """[B, Lr, H] hidden states of the response part of every row.
+
+    Args:
+        loose_ends: gets the hidden states of the prompts, which nothing here reads.
+    """
     prompt_mask = torch.from_numpy(split.prompt_mask).to(device)
     positions = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
     first = base(
@@ -94,6 +98,8 @@ def run_split(base: Any, split: Split, device: torch.device) -> Tensor:
         position_ids=positions,
         use_cache=True,
     )
+    if loose_ends is not None:
+        loose_ends.append(first[0])
     rows = torch.from_numpy(split.prompt_B).to(device)
     cache = first.past_key_values
     cache.batch_select_indices(rows)

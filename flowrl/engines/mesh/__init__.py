@@ -1,28 +1,18 @@
 """The torch engine on a mesh of ranks: FSDP2 and tensor parallelism.
 
-RankMesh.join(layout, name)                     on every process of a job, after init_process_group
-open_on_mesh(name, model, uses, mesh, seed=)    -> MeshHost: logprobs, values, score, update, state, as on one device
+    ranks.RankMesh.join(layout, name)               on every process of a job, after init_process_group
+    host.open_on_mesh(name, model, uses, mesh, ...) -> MeshHost: logprobs, values, score, update, state, as on one device
+
+    guard       ranks that fail together, waits that say what they wait for
+    ranks       a layout as process groups; parts of tensors
+    plans       what tensor parallelism cuts, family by family
+    sources     weights in memory or in files, one tensor at a time
+    sharding    a module cut for its ranks, under one root
+    weights     its parameters by name
+    shares      rows for ranks
+    passes      as many passes of the backbone on every rank
+    trainer     optimizer steps
+    host        all of it, behind the protocol of hosts
+
+Each of these imports from those above it only.
 """
-
-from flowrl.engines.mesh.guard import Failure, Guard, Patience
-from flowrl.engines.mesh.host import MeshHost, open_on_mesh
-from flowrl.engines.mesh.plans import FAMILIES, Family
-from flowrl.engines.mesh.ranks import RankMesh, local_part
-from flowrl.engines.mesh.sharding import Precision, Sharded, shard
-from flowrl.engines.mesh.trainer import MeshTrainer
-
-__all__ = [
-    "FAMILIES",
-    "Failure",
-    "Family",
-    "Guard",
-    "MeshHost",
-    "MeshTrainer",
-    "Patience",
-    "Precision",
-    "RankMesh",
-    "Sharded",
-    "local_part",
-    "open_on_mesh",
-    "shard",
-]

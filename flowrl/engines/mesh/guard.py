@@ -66,7 +66,8 @@ class Guard:
         self.patience = patience
         self.failure: Failure | None = None
         self._store = store
-        self._own_store = store.clone()  # a client of its own: the other's lock may be held by a wait
+        client: Any = store
+        self._own_store: Store = client.clone()  # a client of its own: the other's lock may be held by a wait
         self._at: list[str] = []
         self._groups: list[dist.ProcessGroup] = []
         self._ended = threading.Event()

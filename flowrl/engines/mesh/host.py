@@ -17,6 +17,7 @@ from torch import Tensor
 from flowrl.engines.forward import Forward
 from flowrl.engines.host_torch import PRECISIONS, TorchHost, check_uses, refuse_untrained
 from flowrl.engines.loading import Loaded, find_pretrained, load, tokenizer_of
+from flowrl.engines.mesh.passes import Passes
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.sharding import Precision, shard
 from flowrl.engines.mesh.shares import nothing, shared_blocks
@@ -105,9 +106,9 @@ class MeshHost(TorchHost):
         found = self.mesh.exchange((forward.split, forward.shares_prompts, forward.packs), what)
         if len({split for split, _, _ in found}) > 1:
             raise EngineError(f"model '{self.name}' gives other hidden states on some ranks than on others: {found}")
-        # a block whose prompts run apart takes two passes, and other ranks' blocks might take one
-        forward.shares_prompts = self.mesh.data_size == 1 and all(shares for _, shares, _ in found)
+        forward.shares_prompts = all(shares for _, shares, _ in found)
         forward.packs = all(packs for _, _, packs in found)
+        self.passes = Passes(forward)
         return forward
 
     def _make_trainer(self) -> MeshTrainer:
@@ -116,6 +117,7 @@ class MeshHost(TorchHost):
             self.weights,
             self.spec.optimizer,
             self.sharded,
+            self.passes,
             micro_batch_tokens=self.spec.micro_batch_tokens,
             max_context=self._context,
         )
@@ -132,13 +134,14 @@ class MeshHost(TorchHost):
         return shared_blocks(lengths, budget, self.mesh.data_size, self.mesh.data_rank, groups=units)
 
     def _batches(self, rows: TokenRows, *, whole: bool = False) -> list[Batch]:
+        self.passes.expect(rows.prompt_ids, whole=whole)
         found = super()._batches(rows, whole=whole)
         return [batch if len(batch.rows) else nothing() for batch in found]
 
     @torch.no_grad()
     def _run(self, function: Any, *args: Any) -> Any:
         with self.mesh.guard.waiting(f"a forward pass of model '{self.name}'"):
-            return self.sharded.call(function, *args)
+            return self.sharded.call(self.passes.around, function, *args)
 
     def _joined(self, found: np.ndarray) -> np.ndarray:
         self.sharded.release()

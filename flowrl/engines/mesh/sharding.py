@@ -113,7 +113,7 @@ def shard(
         if family is not None:
             cut_layer(layer, family, mesh.tp_axis)
         if compile_backend is not None:
-            layer.compile(backend=compile_backend)
+            layer.compile(backend=compile_backend, dynamic=True)  # rows have all lengths
         fully_shard(layer, **options)
     materialise(module, "", source, mesh.device, precision.stored)
     if family is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowrl.engines.forward import Forward
+from flowrl.engines.mesh.passes import Passes
 from flowrl.engines.mesh.sharding import Sharded
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.weights import MeshWeights
@@ -52,6 +53,7 @@ class MeshTrainer(Trainer):
         weights: MeshWeights,
         options: AdamW,
         sharded: Sharded,
+        passes: Passes,
         *,
         micro_batch_tokens: int,
         max_context: int | None,
@@ -60,11 +62,14 @@ class MeshTrainer(Trainer):
         self.sharded = sharded
         self.mesh = sharded.mesh
         self._copies = {name: copies_of(master) for name, master in self.trained.items()}
-        self._live: list[Tensor] = []
+        self.passes = passes
+        self._columns: list[Tensor] = []
+        """Live columns of the block at hand."""
         self._is_live = False
 
     def _accumulate(self, work: Work, rows: np.ndarray) -> Step:
         self._is_live = False
+        self.passes.expect(work.job.rows.prompt_ids, rows, whole="scores" in work.live)
         with self.mesh.guard.waiting(f"the gradients of model '{self.forward.name}', optimizer step {self.steps}"):
             return super()._accumulate(work, rows)
 
@@ -86,8 +91,9 @@ class MeshTrainer(Trainer):
     ) -> tuple[Tensor, dict[str, tuple[Tensor, int]]]:
         """[Note: Every pass has a backward pass] Ranks add up gradients of a layer together. So a loss that depends on nothing
         here, or a block of no rows, still gets a graph through the model: a sum of none of its outputs, which is 0 and
-        gives gradients that are 0."""
-        self._live.clear()
+        gives gradients that are 0. So do outputs of the backbone that nothing reads (see [Note: Loose ends] in `passes`)."""
+        self.passes.begin()
+        self._columns.clear()
         if len(rows):
             total, found = super()._micro_batch(work, rows, token_weight, row_weight)
             self._is_live |= total.requires_grad
@@ -96,16 +102,18 @@ class MeshTrainer(Trainer):
             row_T = torch.from_numpy(batch.row_T).to(self.forward.device)
             self.live_columns(batch, row_T, np.ones(0, np.float32), work.live or frozenset({"logprobs"}))
             total, found = torch.zeros((), device=self.forward.device), {}
-        for column in self._live:
-            total = total + column[:0].sum().float()
-        self._live.clear()
+        self.passes.fill()
+        for end in (*self._columns, *self.passes.ends):
+            total = total + end[:0].sum().float()
+        self._columns.clear()
+        self.passes.ends.clear()
         return total, found
 
     def live_columns(
         self, batch: Batch, row_T: Tensor, temperature: np.ndarray, wanted: frozenset[str]
     ) -> dict[str, Tensor]:
         found = super().live_columns(batch, row_T, temperature, wanted)
-        self._live.extend(found.values())
+        self._columns.extend(found.values())
         return found
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -1,0 +1,224 @@
+"""One rank of the tests of the mesh: `python -m tests.distributed.mesh_worker '{"rank": 0, ...}'`.
+
+Many cases run in one process, because starting one takes longer than they do. What comes of them is in `<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from flowrl.engines.audit import audit_module
+from flowrl.engines.calibrate.worker import end_with_parent
+from flowrl.engines.mesh.guard import Patience
+from flowrl.engines.mesh.host import MeshHost, open_on_mesh
+from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.errors import FlowError
+from flowrl.mesh import Layout
+from tests.distributed.mesh_cases import (
+    BF16,
+    CASES,
+    Case,
+    Letters,
+    job_of,
+    metrics_of,
+    model_of,
+    rows_of,
+    scored,
+    train,
+    uses_of,
+)
+
+SCORES = frozenset({"logprobs"})
+
+
+def opened(name: str, mesh: RankMesh, case: Case | None = None, **options: Any) -> MeshHost:
+    case = case or CASES[name]
+    return open_on_mesh(name, model_of(case), uses_of(case), mesh, seed=0, **options)
+
+
+def held(host: MeshHost) -> dict[str, Any]:
+    """What this rank holds of each parameter."""
+    return {name: param.detach().to_local().clone() for name, param in host.weights.parameters.items()}  # type: ignore[attr-defined]
+
+
+def case(name: str, mesh: RankMesh, folder: Path) -> dict[str, Any]:
+    """A training run, the audit after a step more, and what each rank holds."""
+    host = opened(name, mesh)
+    found = train(host, CASES[name])
+    if mesh.rank:
+        del found["state"]
+    assert host.trainer is not None
+    found["audit"] = audit_module(host.module, host.trainer.optimizer)
+    found["held"] = held(host)
+    weight = host.module.get_input_embeddings().weight
+    head = host.module.get_output_embeddings()
+    found["is_tied"] = head is not None and head.weight is weight
+    return found
+
+
+def bf16(mesh: RankMesh, folder: Path) -> Any:
+    host = opened("bf16", mesh, BF16)
+    found = train(host, BF16)
+    found["stored"] = {str(param.dtype) for param in host.weights.parameters.values()}
+    return found
+
+
+def compiled(mesh: RankMesh, folder: Path) -> Any:
+    """Layer by layer; a backend that compiles nothing still goes through all of torch.compile but the compiler."""
+    from torch._dynamo.utils import counters
+
+    host = opened("llama", mesh, compile_backend="eager")
+    host.update(job_of(CASES["llama"], 0))
+    return {"after": scored(host, CASES["llama"]), "graphs": counters["stats"]["unique_graphs"]}
+
+
+def not_finite(mesh: RankMesh, folder: Path) -> Any:
+    """One row, on one rank, makes the loss infinite: no rank takes the step."""
+    case = Case("llama", loss="hostile")
+    host = opened("hostile", mesh, case)
+    before = held(host)
+    job = job_of(case, 0)
+    job.columns["advantage"][3] = 1e9  # type: ignore[index]
+    skipped = metrics_of(host.update(job))
+    same = all(torch.equal(before[name], value) for name, value in held(host).items())
+    return {"skipped": skipped, "is_same": same, "next": metrics_of(host.update(job_of(case, 0)))}
+
+
+def learns_nothing(mesh: RankMesh, folder: Path) -> Any:
+    """An error that all ranks come to together leaves the mesh usable."""
+    host = opened("detached", mesh, Case("llama", loss="detached"))
+    try:
+        host.update(job_of(Case("llama", loss="detached"), 0))
+    except FlowError as error:
+        return f"{type(error).__name__}: {error}", scored(host, CASES["llama"])
+    return "no error"
+
+
+def from_files(mesh: RankMesh, folder: Path) -> Any:
+    """Read from safetensors, several files; trained a little and written."""
+    case = CASES["smollm"]
+    model = replace(model_of(case), source=folder / "smollm", tokenizer=Letters())
+    host = open_on_mesh("files", model, uses_of(case), mesh, seed=0)
+    before = scored(host, case)
+    report = metrics_of(host.update(job_of(case, 0)))
+    host.save(str(folder / f"written-{mesh.layout}"))
+    return {"before": before, "report": report, "after": scored(host, case)}
+
+
+def scoring(mesh: RankMesh, folder: Path) -> Any:
+    """Rows in order whatever the share, none at all, top tokens, a model that only scores and one in bf16."""
+    case = CASES["llama"]
+    host = open_on_mesh("ref", model_of(case), SCORES | {"top_logprobs"}, mesh, seed=0)
+    coarse = open_on_mesh("bf16", replace(model_of(case), precision="bf16"), SCORES, mesh, seed=0)
+    none = rows_of(replace(case, num_rows=0), 0)
+    ids, nats = host.top_logprobs(rows_of(case, 50), 3)
+    return {
+        "logprobs": scored(host, case),
+        "none": host.logprobs(none).values,
+        "top": (ids.values, nats.values),
+        "bf16": scored(coarse, case),
+        "stored": {str(param.dtype) for param in coarse.weights.parameters.values()},
+        "sum": host.state()["unchanged"],
+    }
+
+
+def blended(mesh: RankMesh, folder: Path) -> Any:
+    """An average of a policy follows it."""
+    case = CASES["llama"]
+    policy = opened("policy", mesh, case)
+    average = open_on_mesh("average", replace(model_of(case)), SCORES | {"source"}, mesh, seed=0)
+    policy.update(job_of(case, 0))
+    average.blend(policy, 0.5)
+    return {"average": average.weights.export(), "policy": policy.weights.export()}
+
+
+def checkpoint(mesh: RankMesh, folder: Path) -> Any:
+    """Three steps, kept in both ways for a run on other ranks."""
+    case = CASES["qwen3"]
+    host = opened("qwen3", mesh)
+    found = train(host, case, steps=3)
+    state = host.full_state(keep_on=0)
+    if mesh.rank == 0:
+        torch.save(state, folder / "state.pt")
+    else:
+        assert all(array.size == 0 for array in state["weights"].values())
+    dcp.save(host.rank_state(), checkpoint_id=str(folder / "dcp"))
+    return found["reports"]
+
+
+def resumed(mesh: RankMesh, folder: Path) -> Any:
+    """The same run goes on from either, on a layout of another kind."""
+    case = CASES["qwen3"]
+    other = Path((folder / "from.txt").read_text())
+    first, second = opened("qwen3", mesh), opened("qwen3", mesh)
+    first.restore(torch.load(other / "state.pt", weights_only=False))
+    state = second.rank_state()
+    dcp.load(state, checkpoint_id=str(other / "dcp"))
+    second.restored(state)
+    versions = (first.version, second.version)
+    return [train(host, case, steps=2, start=3) for host in (first, second)], versions
+
+
+def errors(mesh: RankMesh, folder: Path) -> Any:
+    """Before anything is sent: every rank says the same."""
+    found = []
+    for attempt in (
+        lambda: opened("sampler", mesh, Case("llama")).generate([], None),  # type: ignore[arg-type]
+        lambda: open_on_mesh("sampler", model_of(Case("llama")), frozenset({"generate"}), mesh, seed=0),
+        lambda: opened("model", mesh, Case("llama")).model(),
+        lambda: opened("one", mesh, Case("llama")).blend(opened("two", mesh, Case("smollm")), 0.0),
+    ):
+        try:
+            attempt()
+            found.append("no error")
+        except FlowError as error:
+            found.append(str(error))
+    return found
+
+
+EXTRAS: dict[str, Callable[[RankMesh, Path], Any]] = {
+    function.__name__: function
+    for function in (
+        bf16, compiled, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors
+    )
+}  # fmt: skip
+
+
+def main(argument: str) -> None:
+    job = json.loads(argument)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder, rank = Path(job["folder"]), job["rank"]
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=job["world"], timeout=timedelta(seconds=120)
+    )
+    found: dict[str, Any] = {}
+    for text, names in job["work"].items():
+        mesh = RankMesh.join(Layout.parse(text), text, patience=Patience(timeout_s=120, poll_s=0.2))
+        assert mesh is not None
+        for name in names:
+            begun = time.monotonic()
+            made = case(name, mesh, folder) if name in CASES else EXTRAS[name](mesh, folder)
+            found[f"{text} {name}"] = made
+            print(f"{text} {name}: {time.monotonic() - begun:.1f} s", flush=True)  # shown when a test fails
+        mesh.close()
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
