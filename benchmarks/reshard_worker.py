@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flowrl.cost.shapes import ModelShape
 from flowrl.engines.calibrate.worker import end_with_parent
-from flowrl.engines.reshard.control import BoardControl
-from flowrl.engines.reshard.dist import DistTransport
+from flowrl.engines.reshard.dist import DistTransport, board_for
 from flowrl.engines.reshard.peer_copy import PeerCopyTransport
 from flowrl.engines.reshard.program import Program, program_for
 from flowrl.engines.reshard.resharder import Ran, Resharder
@@ -165,7 +164,7 @@ def timed(work: Callable[[], Ran | None], device: torch.device, repeats: int, ob
     return {"median_ms": statistics.median(slowest), "p90_ms": slowest[min(len(slowest) - 1, int(0.9 * len(slowest)))]}
 
 
-def measure(number: int, case: Case, job: Job, device: torch.device, mesh: DeviceMesh, objects: Any) -> dict[str, Any]:
+def measure(case: Case, job: Job, device: torch.device, mesh: DeviceMesh, objects: Any) -> dict[str, Any]:
     setting = Setting(case, job, device, mesh)
     program = setting.program
     wait(device)
@@ -183,7 +182,7 @@ def measure(number: int, case: Case, job: Job, device: torch.device, mesh: Devic
         found["extra_bytes"] = most(device) - base
         found["device_bytes"] = taken(device) - base_taken
         return found
-    control = BoardControl(Path(job.folder) / f"board-{number}", range(job.world), job.rank, timeout_s=30)
+    control = board_for(range(job.world), job.rank, group=objects, timeout_s=30)
     transport: Transport
     if case.transport == "peer copy":
         transport = PeerCopyTransport(control, device=device, group=objects)
@@ -223,7 +222,7 @@ def link(job: Job, device: torch.device, objects: Any) -> dict[str, float]:
     """Bytes per second of one large copy between two devices by copy engines: one way, and both ways at once."""
     found = {}
     for name, readers in (("one_way", (1,)), ("both_ways", (0, 1))):
-        control = BoardControl(Path(job.folder) / f"board-{name}", range(job.world), job.rank, timeout_s=30)
+        control = board_for(range(job.world), job.rank, group=objects, timeout_s=30)
         transport = PeerCopyTransport(control, device=device, group=objects)
         given = torch.ones(LINK_BYTES, dtype=torch.uint8, device=device)
         taken_ = torch.zeros_like(given)
@@ -280,7 +279,7 @@ def main(argument: str) -> None:
             write({"name": "link", "value": link(job, device, objects)})
         for number, case in enumerate(job.cases):
             try:
-                line = {"name": str(number), "value": measure(number, case, job, device, mesh, objects)}
+                line = {"name": str(number), "value": measure(case, job, device, mesh, objects)}
             except Exception as error:  # whatever one case dies of, the others are measured all the same
                 line = {"name": str(number), "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
             write(line)

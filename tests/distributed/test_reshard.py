@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flowrl.cost.shapes import ModelShape
-from flowrl.engines.reshard.control import BoardControl
-from flowrl.engines.reshard.dist import DistTransport, GroupControl
+from flowrl.engines.reshard.dist import DistTransport, GroupControl, board_for
 from flowrl.engines.reshard.program import Program, program_for
 from flowrl.engines.reshard.resharder import Resharder
 from flowrl.engines.reshard.slots import VLLM_JOINS, Recipe
@@ -97,16 +96,14 @@ def program_of(source: str, target: str, devices: int, **options: Any) -> Progra
 
 def on_rank(rank: int, world: int, folder: str, cases: list[tuple[str, str, str]]) -> None:
     begin(rank, world, folder)
-    found = [run(rank, world, folder, number, *case) for number, case in enumerate(cases)]
+    found = [run(rank, world, *case) for case in cases]
     if world == 4:
-        strided(rank, world, folder)
+        strided(rank, world)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def run(
-    rank: int, world: int, folder: str, number: int, source: str, target: str, control: str
-) -> list[tuple[int, int, int]]:
+def run(rank: int, world: int, source: str, target: str, control: str) -> list[tuple[int, int, int]]:
     """Three runs; (version, checked, received) of each."""
     layout = Layout.parse(source)
     program = program_of(source, target, world)
@@ -118,11 +115,7 @@ def run(
         n: torch.full(s, torch.nan, dtype=torch.bfloat16)
         for n, s in (shelf.shapes if shelf is not None else {}).items()
     }
-    agree = (
-        BoardControl(Path(folder) / f"board-{number}", range(world), rank, timeout_s=60)
-        if control == "board"
-        else GroupControl(world, timeout_s=60)
-    )
+    agree = board_for(range(world), rank, timeout_s=60) if control == "board" else GroupControl(world, timeout_s=60)
     end = Resharder(
         program, rank, source=given, target=taken, transport=DistTransport(timeout_s=60), control=agree,
         oracle=GatheredOracle(program, rank, given, on=torch.device("cpu"), is_dtensor=is_sharded),
@@ -137,7 +130,7 @@ def run(
     return [(one.version, one.num_checked, one.received_bytes) for one in found]
 
 
-def strided(rank: int, world: int, folder: str) -> None:
+def strided(rank: int, world: int) -> None:
     """FSDP2 over tensor parallelism, 2 x 2: shards of shards."""
     layout = Layout.parse("f2t2")
     model = sharded(layout)
@@ -153,7 +146,7 @@ def strided(rank: int, world: int, folder: str) -> None:
     taken = {n: torch.full(s, torch.nan) for n, s in program.target[rank].shapes.items()}
     end = Resharder(
         program, rank, source=given, target=taken, transport=DistTransport(),
-        control=BoardControl(Path(folder) / "board-strided", ranks, rank),
+        control=board_for(ranks, rank),
         oracle=GatheredOracle(program, rank, given, on=torch.device("cpu")),
     )  # fmt: skip
     for version in (1, 2):
@@ -192,11 +185,7 @@ def dying_on_rank(rank: int, world: int, folder: str, control: str) -> None:
     program = program_of("f2", "t2", world)
     given = dict(sharded(Layout.parse("f2")).named_parameters())
     taken = {n: torch.full(s, torch.nan, dtype=torch.bfloat16) for n, s in program.target[rank].shapes.items()}
-    agree = (
-        BoardControl(Path(folder) / "board", (0, 1), rank, timeout_s=3)
-        if control == "board"
-        else GroupControl(2, timeout_s=3)
-    )
+    agree = board_for((0, 1), rank, timeout_s=3) if control == "board" else GroupControl(2, timeout_s=3)
     transport = DistTransport(timeout_s=3)
     end = Resharder(program, rank, source=given, target=taken, transport=transport, control=agree)
     end.run(1)

@@ -16,8 +16,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
 from flowrl.cost.shapes import ModelShape  # noqa: E402
-from flowrl.engines.reshard.control import BoardControl, Loop, LoopControl  # noqa: E402
-from flowrl.engines.reshard.dist import DistTransport  # noqa: E402
+from flowrl.engines.reshard.control import Loop, LoopControl  # noqa: E402
+from flowrl.engines.reshard.dist import DistTransport, board_for  # noqa: E402
 from flowrl.engines.reshard.peer_copy import PeerCopyTransport  # noqa: E402
 from flowrl.engines.reshard.program import Program, program_for  # noqa: E402
 from flowrl.engines.reshard.resharder import Resharder  # noqa: E402
@@ -37,12 +37,12 @@ def whole(version: int, dtype: str) -> dict[str, torch.Tensor]:
     return {one.name: torch.randn(one.shape, generator=generator).to(getattr(torch, dtype)) for one in SHAPE.modules()}
 
 
-def program_of(source: str, target: str, dtype: str, bucket_bytes: int = 2**16) -> Program:
+def program_of(source: str, target: str, dtype: str, *, is_on_host: bool = False) -> Program:
     before, after = Layout.parse(source), Layout.parse(target)
     return program_for(
         SHAPE.modules(), Holding(before, tuple(range(before.size)), kv_heads=2),
         Holding(after, tuple(range(after.size)), kv_heads=2),
-        source_dtype=dtype, bucket_bytes=bucket_bytes, direct_bytes=2**13,
+        source_dtype=dtype, bucket_bytes=2**16, direct_bytes=2**13, is_on_host=is_on_host,
     )  # fmt: skip
 
 
@@ -82,14 +82,20 @@ def differing(
     ]
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("source", "target"), [("f2", "t2"), ("f4", "d2t2"), ("f3", "d3"), ("f2t2", "t4"), ("d1", "d1")]
 )
-def test_ranks_of_one_gpu(source: str, target: str, dtype: str) -> None:
-    program = program_of(source, target, dtype)
+def test_ranks_of_one_gpu(source: str, target: str, dtype: str, is_on_host: bool) -> None:
+    program = program_of(source, target, dtype, is_on_host=is_on_host)
     loop = Loop(program.devices, timeout_s=20)
     sides = {device: tensors_of(program, device, dtype, "cuda") for device in program.devices}
+    if is_on_host:  # a parked trainer
+        sides = {
+            device: ({n: t.cpu().pin_memory() for n, t in given.items()}, taken)
+            for device, (given, taken) in sides.items()
+        }
     ends = []
     for device, (given, taken) in sides.items():
         control = LoopControl(loop, device)
@@ -121,7 +127,7 @@ def on_rank(rank: int, folder: str, how: str, dies: bool) -> None:
     for source, target, dtype in (("f2", "t2", "bfloat16"), ("f2", "d2", "float32"), ("f2", "d2", "bfloat16")):
         program = program_of(source, target, dtype)
         given, taken = tensors_of(program, rank, dtype, f"cuda:{rank}")
-        control = BoardControl(Path(folder) / f"board-{source}-{target}-{dtype}", (0, 1), rank, timeout_s=10)
+        control = board_for((0, 1), rank, group=group, timeout_s=10)
         transport = PeerCopyTransport(control, device=at, group=group) if how == "peer copy" else DistTransport()
         end = Resharder(program, rank, source=given, target=taken, transport=transport, control=control, timeout_s=10)
         pointers = [one.data_ptr() for one in taken.values()]

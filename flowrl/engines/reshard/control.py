@@ -152,8 +152,8 @@ class BoardControl:
     def __init__(
         self, path: str | Path, devices: Sequence[int], device: int, *, width: int = 1024, timeout_s: float = 60.0
     ) -> None:
-        """`path` names a file that all processes open, best in `/dev/shm`; the first one makes it. `width`: most values of an
-        exchange."""
+        """`path` names a file that all processes open, best in `/dev/shm`; the first one makes it. It must be a new one for each
+        edge of each job: `flowrl.engines.reshard.dist.board_for` sees to that. `width`: most values of an exchange."""
         self.devices, self.device, self.width, self.timeout_s = tuple(devices), device, width, timeout_s
         self.attempt = 0
         self._count = 0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from flowrl.engines.reshard.control import BoardControl
 from flowrl.engines.reshard.transports import Traffic
 from flowrl.errors import EngineError, WaitTimeout
+
+SHARED = Path("/dev/shm")
 
 
 class DistTransport:
@@ -91,6 +97,30 @@ class GroupControl:
 
     def fail(self) -> None:
         pass  # the others find out when their time is over, or at once when this process ends
+
+
+def board_for(
+    devices: Sequence[int],
+    device: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    width: int = 1024,
+    timeout_s: float = 60.0,
+) -> BoardControl:
+    """A board of its own for the processes of a group on one machine, in the order of the devices. Nothing is left of it in any
+    folder: once all have it open, its file is removed."""
+    is_first = dist.get_rank(group) == 0
+    path = [""]
+    if is_first:
+        descriptor, path[0] = tempfile.mkstemp(prefix="flowrl-board-", dir=SHARED if SHARED.is_dir() else None)
+        os.close(descriptor)
+    dist.broadcast_object_list(path, group_src=0, group=group)
+    board = BoardControl(path[0], devices, device, width=width, timeout_s=timeout_s)
+    opened: list[bool] = [False] * dist.get_world_size(group)
+    dist.all_gather_object(opened, True, group=group)
+    if is_first:
+        os.unlink(path[0])
+    return board
 
 
 def _late(error: RuntimeError, what: str, timeout_s: float) -> Exception:

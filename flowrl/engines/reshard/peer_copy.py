@@ -101,6 +101,11 @@ class PeerCopyTransport:
             self._control.await_(peer, BoardControl.PULLED, bucket + 1, f"take its messages of bucket {bucket}")
             stream.wait_event(self._their_pulled[bucket, peer])
 
+    def close(self) -> None:
+        """Let go of the others' memory. All do this before any of them frees what it offered."""
+        self._copies = []
+        self._mapped = {}
+
     def _offer(self) -> _Offer:
         """Handles of all storages that messages lie in, and of the events."""
         numbers: dict[int, int] = {}

@@ -27,7 +27,7 @@ from flowrl.engines.reshard.sampling import Sampler
 from flowrl.engines.reshard.slots import Region, Shelf
 from flowrl.engines.reshard.transports import Stretch, Traffic, Transport
 from flowrl.engines.reshard.verify import Digests, Drawn, Oracle, compare, compare_whole
-from flowrl.errors import ConfigError, EngineError, FlowError, StaleWeightsError
+from flowrl.errors import ConfigError, EngineError, StaleWeightsError, WaitTimeout
 
 Verify = Literal["full", "sample", "off"]
 MODES: tuple[Verify, ...] = ("off", "sample", "full")
@@ -88,10 +88,10 @@ class Resharder:
         self.version: int | None = None
         """Of the weights that are there; None before the first run."""
         self._stale = ""
-        self._given = {"source": dict(source), "target": dict(target)}
         self._source = _locals(source, program.source.get(device), program, device, side=0)
         self._target = _locals(target, program.target.get(device), program, device, side=1)
-        self._pointers = self._read_pointers()
+        given = [(name, tensor) for side in (source, target) for name, tensor in side.items()]
+        self._pointers = [(name, tensor, _held(tensor).data_ptr()) for name, tensor in given]
         self._transport, self._control = transport, control
         self._rebuild, self._oracle, self._verify, self._timeout_s = rebuild, oracle, verify, timeout_s
         self._at = self._place()
@@ -155,9 +155,10 @@ class Resharder:
         except BaseException as error:  # whatever it was, the target is neither old nor new; it is raised again
             self._stale = f"the run to version {version} failed: {str(error) or type(error).__name__}"
             self._control.fail()
-            if isinstance(error, FlowError) or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
                 raise
-            raise EngineError(
+            kind = WaitTimeout if isinstance(error, WaitTimeout) else EngineError
+            raise kind(
                 f"weights edge '{self.program.edge}' to version {version} failed on device {self.device}: {error}"
             ) from error
         self.version, self._stale = version, ""
@@ -288,26 +289,19 @@ class Resharder:
         tensors = self._source if is_sender and not piece.hop else self._target
         return Stretch(message.peer, bytes_of(view_of(tensors, region)))
 
-    def _read_pointers(self) -> list[int]:
-        return [_local(tensor).data_ptr() for side in self._given.values() for tensor in side.values()]
-
     def _refuse_moved(self) -> None:
         """Views were made of storage that must stay."""
-        if self._read_pointers() != self._pointers:
-            names = [name for side in self._given.values() for name in side]
-            moved = next(
-                name for name, a, b in zip(names, self._pointers, self._read_pointers(), strict=True) if a != b
-            )
-            raise EngineError(
-                f"'{moved}' has other storage than when the edge '{self.program.edge}' was made; write parameters in place, or "
-                "make the Resharder anew"
-            )
+        for name, tensor, pointer in self._pointers:
+            if _held(tensor).data_ptr() != pointer:
+                raise EngineError(
+                    f"'{name}' has other storage than when the edge was made; write parameters in place, or make the Resharder "
+                    "anew"
+                )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds, without a graph."""
-    found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+def _held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _locals(
@@ -324,7 +318,7 @@ def _locals(
             raise ConfigError(
                 f"the {what} of '{program.edge}' on device {device} lacks '{name}'; found {len(given)} tensors"
             )
-        tensor = _local(given[name])
+        tensor = _held(given[name]).detach()  # no graph
         if tuple(tensor.shape) != tuple(shelf.shapes[name]):
             raise ConfigError(
                 f"the {what} '{name}' on device {device} has local shape {tuple(tensor.shape)}; the layouts of "
