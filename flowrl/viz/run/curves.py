@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from flowrl.viz import units
@@ -22,6 +23,8 @@ MOST_POINTS = 600
 """Of a line; of more, the least and the greatest of each part are kept."""
 SMOOTHED_FROM = 60
 """Points from which a line gets the mean of its neighbours drawn over it."""
+LEAST_TURNS = 0.1
+"""Of a line's points, those at which it turns: with fewer it is no noise, but a schedule, say."""
 WINDOW_PART = 25
 """A smoothed point is the mean of as many points as a line has, divided by this."""
 HUES = 7
@@ -295,8 +298,10 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ..
 
 
 def smoothed(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The mean of each point's neighbours; nothing for short lines."""
-    if len(points) < SMOOTHED_FROM:
+    """The mean of each point's neighbours; nothing for lines that are short, or go their way without going back and forth."""
+    moves = [after - before for (_, before), (_, after) in pairwise(points) if after != before]
+    turns = sum(one * other < 0 for one, other in pairwise(moves))
+    if len(points) < SMOOTHED_FROM or turns < LEAST_TURNS * len(points):
         return ()
     half = max(1, len(points) // WINDOW_PART // 2)
     sums = [0.0]
