@@ -23,6 +23,10 @@ STEP = "plan_step"
 """Attribute of an event: the step of a plan that it is."""
 MEMORY = ("device_bytes", "process_bytes")
 """Attributes of an event with the memory of its work: peak of the device, or what the whole process had resident."""
+RANK = "rank"
+"""Attribute of an event: the process of a run of several that it is of."""
+WAITED = "waited_s"
+"""Attribute of an event: seconds of it in which its rank waited for others."""
 LENGTHS = "lengths"
 """Attribute of an event: histograms of the prompts and the responses that its node sampled (`flowrl.planner.recorded`)."""
 

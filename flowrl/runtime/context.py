@@ -11,6 +11,7 @@ from flowrl.errors import RunError
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.operators import State
 from flowrl.runtime.data import Data
+from flowrl.runtime.operators import Applied, run_operator
 from flowrl.store.rows import RowBatch
 from flowrl.store.table import ExperienceTable
 
@@ -92,6 +93,8 @@ class Context:
     run_body: Callable[[Context, Node, RowBatch, int], RowBatch] | None = None
     reward_workers: int | None = None
     """Worker processes for operators of one row; see `run_operator`."""
+    operate: Callable[..., Applied] = run_operator
+    """Runs an operator on rows: here, or on several ranks."""
 
     def table(self, node: Node, port: str = "rows") -> Table:
         found = self.values[node.source(port)]

@@ -140,7 +140,7 @@ class Executor:
                 values[source] = context.values[source]
         inner = Context(
             node.body, context.step, context.seed, context.max_tokens, context.memory, context.log, context.data,
-            values, f"{context.path}{node.name}/", self._run_body, context.reward_workers,
+            values, f"{context.path}{node.name}/", self._run_body, context.reward_workers, context.operate,
         )  # fmt: skip
         self._evaluate(inner)
         found = inner.values[node.body.outputs[0]]

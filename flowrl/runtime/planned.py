@@ -74,8 +74,15 @@ def bind(plan: Plan, graph: Graph, models: Mapping[str, Model], *, allow_drift: 
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is an fr.Plan (fr.plan(...), fr.Plan.load(path)); found {type(plan).__name__}")
     device = _only_device(plan)
+    return bound_of(plan, graph, models, lambda: program_of(plan, graph, device), allow_drift=allow_drift)
+
+
+def bound_of(
+    plan: Plan, graph: Graph, models: Mapping[str, Model], compile_program: Callable[[], Program], *, allow_drift: bool
+) -> Bound:
+    """A plan on as many devices as the program is for. Errors: as of `bind`, except for the number of devices."""
     drift = _drift(plan, graph, allowed=allow_drift)
-    program, applied = program_of(plan, graph, device), apply_settings(plan, graph, models)
+    program, applied = compile_program(), apply_settings(plan, graph, models)
     return Bound(plan, program, applied, drift, tuple(_other_models(plan, models)))
 
 
@@ -92,8 +99,8 @@ def _only_device(plan: Plan) -> int:
         more = f"; of its steps {', '.join(layouts[:3])}" if layouts else ""
         raise ConfigError(
             f"plan '{plan.name}' uses {len(devices)} devices, on the meshes {named}{more}. run_local is one process on one "
-            'device, and several need a launcher, which this version does not have: plan for one device (cluster="1xA100-80G", '
-            'or "cpu"), or run without a plan'
+            f"device: start {devices[-1] + 1} ranks (flowrl run --plan plan.json --nproc {devices[-1] + 1} ..., or torchrun and "
+            'run_ranks), plan for one device (cluster="1xA100-80G", or "cpu"), or run without a plan'
         )
     return devices[0]
 

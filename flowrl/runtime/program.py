@@ -19,7 +19,7 @@ earlier than the plan has it, and a note says so: the numbers never depend on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -83,8 +83,12 @@ def program_of(plan: Plan, graph: Graph, device: int) -> Program:
 
     Errors: ConfigError for a step whose node the graph does not have.
     """
+    return program_in_order(plan.column(device), graph)
+
+
+def program_in_order(column: Sequence[Step], graph: Graph) -> Program:
+    """The actions of some of a plan's steps, in their order; see `program_of`."""
     paths = dict(paths_of(graph))
-    column = plan.column(device)
     steps: dict[str, str] = {}
     for step in column:
         if step.kind is StepKind.COMPUTE and step.node not in paths:

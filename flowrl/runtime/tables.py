@@ -14,7 +14,7 @@ from flowrl.graph.expressions import evaluate
 from flowrl.graph.nodes import Node
 from flowrl.graph.types import ColumnInfo, RowsType
 from flowrl.runtime.context import Context, Table, result
-from flowrl.runtime.operators import joined_errors, run_operator
+from flowrl.runtime.operators import joined_errors
 from flowrl.schema import standard as s
 from flowrl.schema.columns import nearest
 from flowrl.schema.ragged import Ragged
@@ -27,7 +27,7 @@ def apply(node: Node, context: Context) -> Table:
     table = context.table(node)
     call = node["operator"]
     state = context.state(node) if call.state_param else None
-    done = run_operator(call, table.batch, state=state, place=node.place, workers=context.reward_workers)
+    done = context.operate(call, table.batch, state=state, place=node.place, workers=context.reward_workers)
     if done.failed:
         context.log.notes.append(
             f"{node.name}: {done.failed} of {len(done.rows)} rows flagged; the first: {done.first_error}"
@@ -359,7 +359,7 @@ def refill(node: Node, context: Context) -> Table:
         rows = context.run_body(context, node, prompts, rounds)
         tried += len(prompts)
         rounds += 1
-        done = run_operator(node["keep"], rows, place=node.place, workers=context.reward_workers)
+        done = context.operate(node["keep"], rows, place=node.place, workers=context.reward_workers)
         rows = done.rows.filter(done.mask) if done.mask is not None else done.rows
         found = rows.group_indices(node["by"])[: target - groups]
         if found:

@@ -375,7 +375,7 @@ def test_operators_that_have_changed_are_refused_unless_allowed(monkeypatch, tmp
 def test_several_devices_need_what_is_not_here():
     wide = plan_of(grpo, [compute("rollout"), compute("update", mesh=Mesh(0, 4))])
     with pytest.raises(
-        ConfigError, match=r"uses 4 devices, on the meshes 0, 0 to 3; .*'update' has d4.* need a launcher"
+        ConfigError, match=r"uses 4 devices, on the meshes 0, 0 to 3; .*'update' has d4.* start 4 ranks"
     ):
         run(grpo, MODELS, plan=wide)
     apart = plan_of(grpo, [compute("rollout", mesh=Mesh(1, 1)), compute("update")])

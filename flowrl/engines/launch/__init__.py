@@ -1,0 +1,1 @@
+"""How a job of several processes comes to be, and what its ranks tell each other. Only `store` and `torch_ranks` know torch."""

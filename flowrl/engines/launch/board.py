@@ -1,0 +1,142 @@
+"""What ranks of a job tell each other: small messages by key, where each of them is, and who failed first.
+
+    rank 1   board.post("0/rollout/0/1", ...)          a message stays until it is dropped
+    rank 0   board.get(["0/rollout/0/1"], ...)         waits, with a timeout that names step, ranks and edge
+    rank 2   board.fail(Failure(2, ...))               every wait of every rank ends with this failure
+
+Rows and weights never pass here: messages say where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flowrl.errors import FlowError, RunError
+
+POLL_S = 0.1
+"""Between two looks at whether another rank has failed or is gone, while nothing is heard."""
+
+Missing = Callable[[list[str]], str]
+"""What a wait is for, in words, by the keys that are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first error of a job."""
+
+    rank: int
+    at: str
+    """What that rank was doing: `step 3, at 'rewards'`."""
+    error: str
+    """Type and first line."""
+    text: str = ""
+    """All that is known: the whole error, a traceback where it is none of FlowRL's, or how a process ended."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed first, in {self.at or 'nothing named'}: {self.error}"
+
+    @classmethod
+    def of(cls, rank: int, at: str, error: BaseException) -> Failure:
+        lines = str(error).strip().splitlines()
+        first = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+        text = str(error) if isinstance(error, FlowError) else "".join(traceback.format_exception(error))
+        return cls(rank, at, first, text)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Failure:
+        return cls(**json.loads(data.decode()))
+
+
+class RankFailed(RunError):
+    """Another rank of the job failed; `failure` says which and how."""
+
+    def __init__(self, failure: Failure, at: str = "") -> None:
+        self.failure = failure
+        self.at = at
+        super().__init__(f"{failure}{f' (this rank was in {at})' if at else ''}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RankFailed, (self.failure, self.at))
+
+
+class Board(Protocol):
+    """One rank's end of what the job tells itself."""
+
+    rank: int
+    world: int
+    place: str
+    """Where this rank said that it is."""
+    num_runs: int
+    """Begun in this job so far; each has keys of its own."""
+    folder: Path | None
+    """In shared memory, for rows and weights between the ranks of this host; None where there is one rank."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Let all ranks read `value` under a key, which nobody has used before."""
+        ...
+
+    def get(self, keys: Sequence[str], *, timeout_s: float, what: Missing) -> list[bytes]:
+        """The messages of all keys, as soon as they are there.
+
+        Errors: RankFailed when a rank has failed, or is gone; WaitTimeout after `timeout_s`, with `what` of the missing keys and
+        where the other ranks are.
+        """
+        ...
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget messages that everybody has read."""
+        ...
+
+    def at(self, text: str) -> None:
+        """Say where this rank is."""
+        ...
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell of a failure; the first one of the job, which may be another's."""
+        ...
+
+    def close(self) -> None:
+        """Leave the job: no rank waits for this one any more."""
+        ...
+
+
+class Alone:
+    """The board of a job of one rank."""
+
+    rank, world = 0, 1
+    folder: Path | None = None
+
+    def __init__(self) -> None:
+        self.place = ""
+        self.num_runs = 0
+        self._said: dict[str, bytes] = {}
+
+    def post(self, key: str, value: bytes) -> None:
+        self._said[key] = value
+
+    def get(self, keys: Sequence[str], *, timeout_s: float, what: Missing) -> list[bytes]:
+        missing = [key for key in keys if key not in self._said]
+        if missing:
+            raise RunError(f"{what(missing)}, and there is no other rank that could post it")
+        return [self._said[key] for key in keys]
+
+    def drop(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._said.pop(key, None)
+
+    def at(self, text: str) -> None:
+        self.place = text
+
+    def fail(self, failure: Failure) -> Failure:
+        return failure
+
+    def close(self) -> None:
+        self._said.clear()

@@ -1,0 +1,132 @@
+"""Starts the ranks of a job on this host, and ends them together: with the first error, and without leaving any behind.
+
+launcher            waits for its processes by their descriptors; makes the job's folder, and removes it
+  rank 0 .. n-1     python -m flowrl.engines.launch.worker; ends when the launcher does, however that ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.engines.launch.board import Failure
+from flowrl.engines.launch.folder import fail, failure_in, make_folder, place_of, remove_folder
+from flowrl.engines.launch.place import JOB
+from flowrl.errors import ConfigError, RunError
+from flowrl.store import folders
+
+MODULE = "flowrl.engines.launch.worker"
+GRACE_S = 5.0
+"""From the first failure to the end of ranks that do not end by themselves; then they are killed after as long again."""
+
+
+def run_job(
+    entry: str, argument: Any, nproc: int, *, environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S
+) -> None:
+    """Call the function `entry` with `argument` in `nproc` processes, each a rank of one job, and wait for them.
+
+    Args:
+        entry: `module:function` or `FILE.py:function`.
+        argument: of JSON's types.
+        environment: added to that of this process.
+
+    Errors: RunError with the first error of any rank. No process, and nothing of the job in shared memory, is left.
+    """
+    if nproc < 1:
+        raise ConfigError(f"a job has at least 1 process; found {nproc}")
+    folder = make_folder()
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nproc):
+            running.append(_start(entry, argument, rank, nproc, folder, environment or {}))
+        failure = _wait(running, folder, grace_s)
+    finally:
+        _end(running, grace_s)
+        remove_folder(folder)
+        folders.reclaim_orphans()
+    if failure is not None:
+        raise RunError(f"{failure}\n{failure.text}".rstrip() if failure.text not in failure.error else str(failure))
+
+
+def _start(
+    entry: str, argument: Any, rank: int, nproc: int, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    paths = [os.path.abspath(path) for path in sys.path if path]
+    added = {
+        "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc), JOB: str(folder),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, os.getcwd()])),
+    }  # fmt: skip
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # else each takes all processors
+    return subprocess.Popen(
+        [sys.executable, "-m", MODULE, json.dumps({"entry": entry, "argument": argument})],
+        stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
+        env={**threads, **os.environ, **environment, **added},
+    )
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: float) -> Failure | None:
+    """Until all have ended, or some time after the first that failed."""
+    until: float | None = None
+    codes: dict[int, int] = {}
+    while len(codes) < len(running):
+        left = [rank for rank in range(len(running)) if rank not in codes]
+        for rank, code in _ended(
+            [running[rank] for rank in left], left, None if until is None else until - time.monotonic()
+        ):
+            codes[rank] = code
+            if code and until is None:
+                until = time.monotonic() + grace_s
+                fail(folder, Failure(rank, place_of(folder, rank), _how(code)))
+        if until is not None and time.monotonic() >= until:
+            break
+    return failure_in(folder)
+
+
+def _ended(
+    running: Sequence[subprocess.Popen[bytes]], ranks: Sequence[int], timeout_s: float | None
+) -> list[tuple[int, int]]:
+    """(rank, exit code) of those that have ended, as soon as one has, or the time is over."""
+    poll = select.poll()
+    descriptors = [os.pidfd_open(one.pid) for one in running]
+    try:
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+        codes = [(rank, one.poll()) for rank, one in zip(ranks, running, strict=True)]
+        return [(rank, code) for rank, code in codes if code is not None]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with code {code}"
+    known = {int(one): one.name for one in signal.Signals}
+    name = known.get(-code, f"signal {-code}")
+    memory = "; the kernel does this when memory runs out" if -code == signal.SIGKILL else ""
+    return f"its process was ended by {name}{memory}"
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
+    """End all that still run: asked first, then killed."""
+    for one in running:
+        if one.stdin is not None:
+            one.stdin.close()
+        if one.poll() is None:
+            one.terminate()
+    until = time.monotonic() + grace_s
+    while (left := [one for one in running if one.poll() is None]) and time.monotonic() < until:
+        _ended(left, range(len(left)), until - time.monotonic())
+    for one in left:
+        one.kill()
+    for one in left:
+        one.wait()

@@ -1,0 +1,5 @@
+"""A plan on several ranks of one host: every process computes its own steps, and rows cross in shared memory."""
+
+from flowrl.runtime.ranks.run import run_ranks
+
+__all__ = ["run_ranks"]

@@ -1,0 +1,165 @@
+"""Work that the ranks of a mesh do in parts, and that other ranks read: who posts what, and when it is forgotten.
+
+workers of a step     share(key, ...)   each posts its part; all have the whole
+other ranks           share(key, ...)   wait for the parts, and have the whole too
+an iteration later    everything of the step is removed, when all ranks have ended it
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from flowrl.engines.launch.board import Board
+from flowrl.errors import RunError
+from flowrl.runtime.ranks import packed, segment
+from flowrl.runtime.ranks.segment import Arrays
+from flowrl.store.rows import RowBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the parts make."""
+
+    arrays: Arrays
+    said: tuple[Any, ...]
+    """What each part says of itself."""
+
+
+@dataclass
+class Exchange:
+    """One rank's end. Every rank that takes part in a key calls with equal workers."""
+
+    board: Board
+    timeout_s: float
+    run: str = "run"
+    """Before all keys: a job may run several flows, one after the other."""
+    step: int = -1
+    waited_s: float = 0.0
+    """For other ranks, since `begin`."""
+    num_bytes: int = 0
+    """Of parts that this rank has written, since `begin`."""
+    _files: dict[int, list[str]] = field(default_factory=dict)
+    """Step -> keys whose file this rank removes."""
+    _posted: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.board.rank
+
+    def begin(self) -> None:
+        """Start counting anew."""
+        self.waited_s, self.num_bytes = 0.0, 0
+
+    def share(self, key: str, workers: Sequence[int], mine: tuple[Arrays, Any] | None, edge: str) -> Whole:
+        """The parts of all workers, in their order.
+
+        Args:
+            key: names the exchange; unlike any other of the run.
+            workers: ranks that have a part.
+            mine: arrays of this rank's part and what it says of it; None on a rank that only reads.
+            edge: in errors: what is waited for.
+        """
+        if list(workers) == [self.rank] and self.board.world == 1:
+            assert mine is not None
+            return Whole(mine[0], (mine[1],))
+        if self.board.folder is None:
+            raise RunError(f"{edge}: rows of several ranks need shared memory between them, and this job has none")
+        if mine is not None:
+            self._post(f"{key}/size/{self.rank}", (segment.sizes_of(mine[0]), mine[1]))
+        said = [pickle.loads(data) for data in self._get(f"{key}/size", workers, edge)]
+        placing = segment.placing_of([sizes for sizes, _ in said])
+        path = self.board.folder / f"{quote(f'{self.run}/{key}', safe='')}.rows"
+        if mine is not None:
+            part = list(workers).index(self.rank)
+            segment.write(path, placing, part, mine[0])
+            self.num_bytes += sum(array.nbytes for array in mine[0].values())
+            if part == 0:
+                self._files.setdefault(self.step, []).append(path.name)
+            self._post(f"{key}/there/{self.rank}", None)
+        self._get(f"{key}/there", workers, edge)
+        return Whole(segment.read(path, placing), tuple(one for _, one in said))
+
+    def rows(
+        self, key: str, workers: Sequence[int], mine: RowBatch | None, edge: str, note: Any = None
+    ) -> tuple[RowBatch, tuple[Any, ...]]:
+        """`share` of rows: those of all parts, and the notes of the parts."""
+        part = None if mine is None else (packed.pack(mine), (packed.shape_of(mine), note))
+        if mine is not None and self.board.world == 1:
+            return mine, (note,)
+        whole = self.share(key, workers, part, edge)
+        shapes, notes = zip(*whole.said, strict=True)
+        return packed.unpack(whole.arrays, shapes), notes
+
+    def tell(self, key: str, teller: int, value: Any, edge: str) -> Any:
+        """A small value of one rank, for all: pickled."""
+        if self.board.world == 1:
+            return value
+        if teller == self.rank:
+            self._post(f"{key}/said/{teller}", value)
+            return value
+        return pickle.loads(self._get(f"{key}/said", [teller], edge)[0])
+
+    def end_step(self) -> None:
+        """This rank has ended its step; what the step before needed is removed, once all ranks have ended that."""
+        step = self.step
+        if self.board.world > 1:
+            self._post(f"{step}/done/{self.rank}", None)
+            if step > 0:
+                everybody = range(self.board.world)
+                self._get(f"{step - 1}/done", everybody, f"the end of step {step - 1}")
+                self._forget(step - 1)
+
+    def end(self) -> None:
+        """After the last step: when all ranks have come here, everything is removed but the word that they did."""
+        if self.board.world == 1:
+            return
+        posted = [key for keys in self._posted.values() for key in keys]
+        self._post(f"-1/end/{self.rank}", None)
+        self._get("-1/end", range(self.board.world), "the end of the run")
+        for step in list(self._files):
+            self._forget(step)
+        self.board.drop(posted)
+        self._posted.clear()
+
+    def _forget(self, step: int) -> None:
+        folder = self.board.folder
+        for name in self._files.pop(step, ()):
+            if folder is not None:
+                (folder / name).unlink(missing_ok=True)
+        # whoever has ended this step has been through the end of the one before, which read `done` of the one before that
+        self.board.drop(self._posted.pop(step - 2, ()))
+
+    def _post(self, key: str, value: Any) -> None:
+        key = f"{self.run}/{key}"
+        self._posted.setdefault(self.step, []).append(key)
+        self.board.post(key, pickle.dumps(value))
+
+    def _get(self, key: str, ranks: Sequence[int], edge: str) -> list[bytes]:
+        start = time.perf_counter()
+        try:
+            return self.board.get(
+                [f"{self.run}/{key}/{rank}" for rank in ranks], timeout_s=self.timeout_s, what=_waiting(self.step, edge)
+            )
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+
+def _waiting(step: int, edge: str) -> Callable[[list[str]], str]:
+    def text(missing: list[str]) -> str:
+        ranks = sorted({int(key.rpartition("/")[2]) for key in missing})
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return f"in step {step} for {edge} from {who}"
+
+    return text
+
+
+def lengths_of(rows: RowBatch, name: str) -> np.ndarray:
+    """[N] values of a list column in each row; ones where there is no such column."""
+    return rows[name].lengths if name in rows else np.ones(len(rows), np.int64)

@@ -1,0 +1,148 @@
+"""What the ranks of a test do: flows on plans written by hand, in processes of their own. Also the plans."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import flowrl as fr
+from examples.flows import dapo, debate, grpo, judged, online_dpo, ppo, remax, replayed, supervised, tool_use, vine
+from flowrl.graph.drift import code_in
+from flowrl.graph.flows import Flow
+from flowrl.graph.kinds import KINDS
+from flowrl.graph.passes import optimise
+from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.planner.steps import Plan, Predicted, Step
+from flowrl.planner.tasks import Lane, StepKind
+from flowrl.runtime.ranks import run_ranks
+
+PROMPTS = [{"prompt_id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+TABLE = {f"{i}+1=": [str(i + 1), "7", f"\\boxed{{{i + 1}}}"] for i in range(12)}
+EXAMPLES = [{"prompt_id": str(i), "prompt": f"{i}+1=", "response": str(i + 1)} for i in range(12)]
+PAIRS = [
+    {"prompt_id": str(i), "prompt": f"{i}+1=", "response": r, "pair_id": str(i), "chosen": c}
+    for i in range(8)
+    for r, c in ((str(i + 1), True), ("no", False))
+]
+JUDGE = fr.Model(None, head="reward")
+MODEL = fr.Model(TABLE, optimizer=fr.AdamW(lr=1e-3))
+CRITIC = fr.Model(None, head="value")
+HELD_OUT = fr.Data(PROMPTS, batch="all")
+
+FLOWS: dict[str, tuple[Flow, dict[str, Any], dict[str, Any]]] = {
+    "grpo": (grpo.grpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}),
+    "moving_ref": (
+        grpo.grpo_moving_ref, {}, {"prompts": PROMPTS, "heldout": HELD_OUT, "policy": MODEL, "ref": MODEL},
+    ),
+    "ppo": (ppo.ppo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE}),
+    "ppo_warm": (
+        ppo.ppo_warm, {"warmup": 2},
+        {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE},
+    ),
+    "dapo": (dapo.dapo, {"group_size": 4}, {"prompts": PROMPTS, "policy": MODEL}),
+    "remax": (remax.remax, {}, {"prompts": PROMPTS, "policy": MODEL}),
+    "online_dpo": (online_dpo.online_dpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "judge": JUDGE}),
+    "raft": (supervised.raft, {}, {"prompts": PROMPTS, "policy": MODEL}),
+    "distill": (supervised.distill, {"k": 4}, {"prompts": PROMPTS, "student": MODEL, "teacher": MODEL}),
+    "reward_model": (supervised.reward_model, {}, {"pairs": PAIRS, "judge": JUDGE}),
+    "sft": (supervised.sft, {}, {"examples": EXAMPLES, "policy": MODEL}),
+    "judged": (judged.judged, {}, {"prompts": PROMPTS, "policy": MODEL, "judge": fr.Model(None)}),
+    "tool_use": (tool_use.tool_use, {}, {"prompts": PROMPTS, "policy": fr.Model({"0+1=": ["hm"], **TABLE})}),
+    "debate": (debate.debate, {}, {"prompts": PROMPTS, "policy": MODEL}),
+    "replayed": (replayed.replayed, {}, {"prompts": PROMPTS, "policy": MODEL}),
+    "vine": (vine.vine, {}, {"prompts": PROMPTS, "policy": MODEL}),
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {"progress": "off", "batch": 5, "max_tokens": 12, "reward_workers": 0}
+"""Five prompts do not divide by the ranks."""
+STEPS = 3
+
+
+def without_math_verify() -> None:
+    """The reward of arithmetic, without a package that is slow to import."""
+    import flowrl_operators.rewards as rewards
+
+    rewards.math.function = lambda response, answer, **_: float(answer in response)
+
+
+def calls(graph: fr.Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(what a plan calls it, kind) of nodes that run a model."""
+    for node in graph:
+        if node.body is not None:
+            yield from calls(node.body, f"{prefix}{node.name}.")
+        elif KINDS[node.kind].uses_model:
+            yield prefix + node.name, node.kind
+
+
+def layouts(shape: str, world: int) -> Mapping[str, tuple[Mesh, Layout]]:
+    """Where each kind of work is: `rollout`, `update`, and "" for the rest."""
+    whole = Mesh(0, world)
+    if shape == "together":
+        return {"": (whole, Layout(dp=world))}
+    if shape == "sharded":  # training is cut, sampling is copied
+        return {"rollout": (whole, Layout(dp=world)), "": (whole, Layout(fsdp=world // 2, tp=2))}
+    half = world // 2
+    first, second = Mesh(0, half), Mesh(half, world - half)
+    if shape == "apart":  # rank 0 only samples, and writes the metrics
+        return {"rollout": (first, Layout(dp=half)), "": (second, Layout(dp=second.size))}
+    assert shape == "scattered"
+    return {
+        "rollout": (second, Layout(dp=second.size)), "update": (first, Layout(dp=half)), "": (whole, Layout(dp=world)),
+    }  # fmt: skip
+
+
+def plan_of(graph: fr.Graph, world: int, shape: str = "together") -> Plan:
+    """A plan of the models' nodes, as they are written."""
+    graph, _ = optimise(graph)
+    where = layouts(shape, world)
+    steps = []
+    for name, kind in calls(graph):
+        mesh, layout = where.get(kind, where[""])
+        steps.append(Step(name, name, StepKind.COMPUTE, mesh, (Lane.COMPUTE,), Predicted(0.5), layout=layout))
+    order = [step.name for step in steps]
+    return Plan.of(
+        graph.name, graph.hash, Cluster.named("8xA100-80G"), steps, order=order, operator_hashes=code_in(graph)
+    )
+
+
+def numbers(run: fr.Run) -> list[dict[str, str]]:
+    """A run's metrics without times, exactly."""
+    return [
+        {name: repr(value) for name, value in step.items() if not name.startswith("time/") and name != "tokens_per_s"}
+        for step in run.metrics
+    ]
+
+
+def weights(run: fr.Run) -> dict[str, Any]:
+    """Of the models whose newest weights this process has."""
+    return {
+        name: [host.state()["weights"], host.version]
+        for name, host in run.hosts.items()
+        if getattr(host, "has_main", True)
+    }
+
+
+def local(name: str, **options: Any) -> fr.Run:
+    flow, config, inputs = FLOWS[name]
+    return fr.run_local(flow.graph(**config), steps=STEPS, engine="null", out=None, **{**OPTIONS, **options}, **inputs)
+
+
+def on_ranks(name: str, shape: str, world: int, **options: Any) -> fr.Run:
+    flow, config, inputs = FLOWS[name]
+    graph = flow.graph(**config)
+    given = {"out": None, **OPTIONS, "timeout_s": 60.0, **options}
+    return run_ranks(graph, plan=plan_of(graph, world, shape), steps=STEPS, engine="null", **given, **inputs)
+
+
+def every_flow(said: dict[str, Any]) -> None:
+    """On each rank: all flows in some shapes; what came of them is written to the folder."""
+    without_math_verify()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {}
+    for shape in said["shapes"]:
+        for name in said["flows"]:
+            with on_ranks(name, shape, world) as run:
+                found[f"{shape} {name}"] = {"numbers": numbers(run), "weights": weights(run)}
+    Path(said["folder"], f"{rank}.json").write_text(json.dumps(found))
