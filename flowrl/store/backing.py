@@ -255,8 +255,9 @@ class Backing:
             self._take_back_pins()
             if not (self._waiting or self._files) or self.presence is None or self.arenas is None:
                 return
-            with self._idle:
-                pinned = self.presence.pinned([*self._waiting, *self._files])
+            # fmt: off
+            with self._idle: pinned = self.presence.pinned([*self._waiting, *self._files])  # noqa: E701  as in `root`
+            # fmt: on
             self._take_back_pins()
             for uid in [uid for uid in self._files if uid not in pinned]:
                 for file in self._files.pop(uid):
@@ -298,8 +299,9 @@ class Backing:
             # a file has no bytes to map; its pin keeps the file
             root = np.empty(1, np.uint8) if segment.tier == DISK else self.mapped.root(Block(*segment.place))
             if self.presence is not None:
-                with self._idle:
-                    self.presence.pin(segment.uid)
+                # fmt: off
+                with self._idle: self.presence.pin(segment.uid)  # noqa: E701  one line: an interruption never leaves it held
+                # fmt: on
                 self._take_back_pins()
                 key = id(root)
                 _pins[key] = weakref.ref(root, partial(self._collected, segment.uid, self.forks, key))
