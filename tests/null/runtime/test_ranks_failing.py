@@ -1,0 +1,105 @@
+"""A rank that fails ends the run: with its error on top, no process left, no shared memory kept, and what was written intact."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.engines.launch.spawn import run_job
+from flowrl.errors import RunError
+from flowrl.runtime.rundir import RunDir
+from flowrl.store import folders
+
+HERE = Path(__file__).parent
+JOBS = HERE / "failing_jobs.py"
+PATHS = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+
+
+def failure(folder: Path, how: str, rank: int, *, timeout_s: float = 60.0, grace_s: float = 5.0) -> str:
+    said = {"folder": str(folder), "how": how, "rank": rank, "timeout_s": timeout_s}
+    with pytest.raises(RunError) as raised:
+        run_job(f"{JOBS}:fails", said, 4, grace_s=grace_s)
+    return str(raised.value)
+
+
+def nothing_is_left(folder: Path) -> None:
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("pid.*"))]
+    assert found
+    for pid, job in found:
+        assert not Path(job).exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_rank_that_raises(tmp_path: Path, rank: int) -> None:
+    text = failure(tmp_path, "raise", rank)
+    first = text.splitlines()[0]
+    assert first.startswith(f"rank {rank} failed first, in step 1, at 'troubled': OperatorError: operator 'troubled'")
+    assert "the judge is asleep" in text and "failing_jobs.py" in text
+    nothing_is_left(tmp_path)
+    run = RunDir.open(tmp_path / "runs" / "rewarded-1")
+    assert run.status == "failed" and "the judge is asleep" in run.info["error"]
+    assert [row["step"] for row in run.metrics()] == [0]
+    assert len(run.edge(0, "rollout")) == 16
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    text = failure(tmp_path, "kill", 2)
+    assert text.startswith("rank 2 failed first, in step 1, at 'troubled': its process ")
+    nothing_is_left(tmp_path)
+    run = RunDir.open(tmp_path / "runs" / "rewarded-1")
+    assert run.status == "failed" and "rank 2 failed first" in run.info["error"]
+    assert [row["step"] for row in run.metrics()] == [0]
+
+
+def test_the_first_rank_is_killed(tmp_path: Path) -> None:
+    assert failure(tmp_path, "kill", 0).startswith("rank 0 failed first, in step 1, at 'troubled': its process ")
+    nothing_is_left(tmp_path)
+    assert [row["step"] for row in RunDir.open(tmp_path / "runs" / "rewarded-1").metrics()] == [0]
+
+
+def test_a_rank_that_stands_still(tmp_path: Path) -> None:
+    text = failure(tmp_path, "stall", 3, timeout_s=2.0, grace_s=1.0)
+    assert "WaitTimeout: rank " in text
+    assert "waited 2 s in step 1 for what 'troubled' writes from rank 3" in text
+    assert "rank 3 was last in step 1, at 'troubled'" in text
+    nothing_is_left(tmp_path)
+
+
+def test_a_rank_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 1 failed first, in the beginning: ValueError: gives up"):
+        run_job(f"{JOBS}:stubborn", {"folder": str(tmp_path)}, 2, grace_s=0.2)
+    nothing_is_left(tmp_path)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    code = f"import failing_jobs; failing_jobs.launch({{'folder': {str(tmp_path)!r}}})"
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS}) as launcher:
+        ranks = [wait_for(tmp_path / f"pid.{rank}", launcher) for rank in range(2)]
+        watched = [os.pidfd_open(pid) for pid, _ in ranks]
+        launcher.kill()
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], 60.0)[0], "a rank lives on without its launcher"
+        os.close(descriptor)
+    folders.reclaim_orphans()  # whoever makes the next table does this
+    assert not Path(ranks[0][1]).exists()
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> Any:
+    while not path.exists():
+        assert process.poll() is None
+        os.sched_yield()
+    return json.loads(path.read_text())
