@@ -519,7 +519,10 @@
     known = stamp;
     const more = asJson(await inflate(await packed(`index-${state.chunks.length}`)));
     const wasEmpty = !state.chunks.length;
-    if (!more.length) return;
+    if (!more.length) {
+      if (wasEmpty) viewer.replaceChildren(make("p", "No responses were recorded yet.", { class: "lead" }));
+      return;
+    }
     add(more);
     if (!ui.list) { build(); document.getElementById("samples").hidden = true; }
     fill();
@@ -544,7 +547,11 @@
       viewer.append(make("p", "This browser cannot unpack the responses (it has no DecompressionStream); newer ones can.", { class: "bad" }));
       return;
     }
-    if (isLive) { await follow(); return; }
+    if (isLive) {
+      viewer.append(make("p", "Reading what the run has recorded…", { class: "lead" }));
+      await follow();
+      return;
+    }
     if (!document.getElementById("block-index")) return;
     add(asJson(await inflate(await packed("index"))));
     build();

@@ -39,6 +39,9 @@ TEXT_PART = 0.6
 TEXTS = frozenset({"response", "finish_reason", "row_error", "prompt"})
 SAMPLES = "samples.jsonl"
 
+INDEXED = ("prompt_id", "reward", "advantage", "response_ids", "finish_reason", "row_error")
+"""Columns of the index."""
+
 Pieces = Callable[[Sequence[int]], list[bytes | None]]
 """Token ids to the bytes of text each stands for; None for one that stands for no text, such as an end token. The bytes of one
 character may lie in two tokens."""
@@ -110,6 +113,16 @@ class Responses:
             for indices in _split(rows):
                 yield _chunk(step, node, rows.take(indices), self.pieces if with_tokens else None, with_tokens)
 
+    def indices(self, step: int) -> Iterator[dict[str, Any]]:
+        """The index of each chunk, without making its blocks."""
+        if self._samples:
+            yield {**_of_samples(step, self._samples.get(step, [])).index, "has_tokens": False}
+            return
+        for node, rows in self.tables(step):
+            small = rows.select([name for name in INDEXED if name in rows])
+            for indices in _split(rows):
+                yield {**_index(step, node, small.take(indices)), "has_tokens": "response_ids" in rows}
+
     def mismatch(self, step: int) -> dict[str, float]:
         """How far the sampler's log-probs are from the trainer's, over the tokens that train, where both were recorded."""
         apart = []
@@ -157,24 +170,36 @@ def _split(rows: RowBatch) -> Iterator[np.ndarray]:
 
 def _chunk(step: int, node: str, rows: RowBatch, pieces: Pieces | None, with_tokens: bool) -> Chunk:
     types = rows.types
-    lengths = rows["response_ids"].lengths.tolist() if "response_ids" in rows else None
-    key = [str(one) for one in rows["prompt_id"]] if "prompt_id" in rows else [str(i) for i in range(len(rows))]
+    key = _key(rows)
     names = list(dict.fromkeys(key))
-    number = {name: place for place, name in enumerate(names)}
-    group = [number[name] for name in key]
-    first = [group.index(place) for place in range(len(names))]
+    first = [key.index(name) for name in names]
     scores = {name: _numbers(rows[name]) for name, kind in types.items() if _is_score(kind)}
     words = {name: [str(one) for one in rows[name]] for name, kind in types.items() if _is_text(kind, SAMPLE)}
     given = {
         name: [str(rows[name][place]) for place in first] for name, kind in types.items() if _is_text(kind, PROMPT)
     }
-    index = {
-        "step": step, "node": node, "group": group, "scores": {n: v for n, v in scores.items() if n in ("reward", "advantage")},
-        "length": lengths, "end": words.get("finish_reason"), "failed": [int(bool(one)) for one in words.get("row_error", ())],
-    }  # fmt: skip
     text = {"groups": names, "given": given, "words": words, "scores": scores}
-    has_tokens = with_tokens and lengths is not None
-    return Chunk(index, packed_json(text), _tokens(rows, pieces) if has_tokens else None)
+    has_tokens = with_tokens and "response_ids" in rows
+    return Chunk(_index(step, node, rows), packed_json(text), _tokens(rows, pieces) if has_tokens else None)
+
+
+def _key(rows: RowBatch) -> list[str]:
+    """What the responses of a group share."""
+    return [str(one) for one in rows["prompt_id"]] if "prompt_id" in rows else [str(i) for i in range(len(rows))]
+
+
+def _index(step: int, node: str, rows: RowBatch) -> dict[str, Any]:
+    key = _key(rows)
+    number = {name: place for place, name in enumerate(dict.fromkeys(key))}
+    scores = {
+        name: _numbers(rows[name]) for name in ("reward", "advantage") if name in rows and _is_score(rows.types[name])
+    }
+    return {
+        "step": step, "node": node, "group": [number[name] for name in key], "scores": scores,
+        "length": rows["response_ids"].lengths.tolist() if "response_ids" in rows else None,
+        "end": [str(one) for one in rows["finish_reason"]] if "finish_reason" in rows else None,
+        "failed": [int(bool(one)) for one in rows["row_error"]] if "row_error" in rows else [],
+    }  # fmt: skip
 
 
 def _of_samples(step: int, samples: Sequence[dict[str, Any]]) -> Chunk:

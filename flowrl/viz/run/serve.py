@@ -69,7 +69,6 @@ class Pages:
         """(step, chunk of the step) of each chunk in the index."""
         self._known: set[int] = set()
         self._recent: dict[int, list[Chunk]] = {}
-        self._sampled: dict[int, int] = {}
 
     def page(self) -> bytes:
         return run_html(self.folder, pieces=self._pieces, is_live=True).encode("utf-8", "backslashreplace")
@@ -108,11 +107,9 @@ class Pages:
         for step in found.steps:
             if step in self._known or step not in complete:
                 continue
-            chunks = list(found.chunks(step))
             self._known.add(step)
-            self._remember(step, chunks)
-            for place, chunk in enumerate(chunks):
-                self._index.append({**chunk.index, "has_tokens": chunk.tokens is not None})
+            for place, index in enumerate(found.indices(step)):
+                self._index.append(index)
                 self._places.append((step, place))
 
     def _remember(self, step: int, chunks: list[Chunk]) -> None:

@@ -99,6 +99,7 @@ def test_blocks_hold_what_was_recorded(folder: RunDir, page: str) -> None:
         assert text["words"]["response"] == list(rows["response"])
         assert chunk["scores"]["reward"] == rows["reward"].tolist()
         assert [text["groups"][one] for one in chunk["group"]] == list(rows["prompt_id"])
+        assert [chunk] == list(Responses(folder).indices(chunk["step"])), "the index alone is the same"
         assert [text["given"]["prompt"][one] for one in chunk["group"]] == list(rows["prompt"])
         header, ids, values = tokens_of(blocks[f"tokens-{place}"])
         assert ids.tolist() == rows["response_ids"].values.tolist()
