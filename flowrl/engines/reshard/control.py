@@ -51,13 +51,13 @@ class Late:
     def left_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self._began))
 
-    def wait(self, is_done: Callable[[], bool], message: Callable[[], str]) -> None:
-        """Until `is_done`. Errors: WaitTimeout with the message."""
+    def wait(self, is_done: Callable[[], bool], message: Callable[[], str], *, spin_s: float = SPIN_S) -> None:
+        """Until `is_done`; looks again at once for `spin_s`. Errors: WaitTimeout with the message."""
         while not is_done():
             passed = time.monotonic() - self._began
             if passed > self.timeout_s:
                 raise WaitTimeout(f"{message()} within {self.timeout_s:g} s")
-            if passed > SPIN_S:
+            if passed > spin_s:
                 pause()
 
 
@@ -150,7 +150,7 @@ class BoardControl:
     EXCHANGED, FAILED, PACKED, PULLED, VALUES = range(5)
 
     def __init__(
-        self, path: str | Path, devices: Sequence[int], device: int, *, width: int = 1024, timeout_s: float = 60.0
+        self, path: str | Path, devices: Sequence[int], device: int, *, width: int = 2048, timeout_s: float = 60.0
     ) -> None:
         """`path` names a file that all processes open, best in `/dev/shm`; the first one makes it. It must be a new one for each
         edge of each job: `flowrl.engines.reshard.dist.board_for` sees to that. `width`: most values of an exchange."""

@@ -104,7 +104,7 @@ def board_for(
     device: int,
     *,
     group: dist.ProcessGroup | None = None,
-    width: int = 1024,
+    width: int = 2048,
     timeout_s: float = 60.0,
 ) -> BoardControl:
     """A board of its own for the processes of a group on one machine, in the order of the devices. Nothing is left of it in any

@@ -11,6 +11,8 @@ import torch
 from flowrl.engines.reshard.control import Late
 
 Lane = Literal["local", "pack", "wire", "unpack"]
+SPIN_S = 0.05
+"""The end of a run is looked for again at once for this long: most runs are shorter, and a nap would be a part of them."""
 LANES: tuple[Lane, ...] = ("local", "pack", "wire", "unpack")
 
 
@@ -117,7 +119,7 @@ class CudaLanes:
                 del waiting[lane]
             return not waiting
 
-        Late(timeout_s).wait(is_done, lambda: f"the lanes {', '.join(waiting)} of {what} did not end")
+        Late(timeout_s).wait(is_done, lambda: f"the lanes {', '.join(waiting)} of {what} did not end", spin_s=SPIN_S)
         current = torch.cuda.current_stream(self._device)
         for event in self._ends.values():
             current.wait_event(event)
