@@ -58,7 +58,7 @@ def flowchart(flow: Dataflow) -> Markup:
     width = max(WIDTH, SIDE * 2 + column * places.width + LANE * (len(backs) + 1))
     top = TOP if any(name for name, _, _ in places.bands) else SIDE
     frame = _Frame(places, column, width, [], set(), top)
-    height = top + places.num_layers * PITCH - (PITCH - BOX) + 34
+    height = top + max(1, places.num_layers) * PITCH - (PITCH - BOX) + 34
     lines, labels = [], []
     for index, edge in enumerate(flow.edges):
         points = _back(frame, edge, backs.index(edge)) if edge.is_back else _forth(frame, edge)

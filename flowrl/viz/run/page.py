@@ -361,7 +361,8 @@ def _flow_parts(folder: RunFolder) -> list[Part]:
     except FlowError:  # a run that was killed before it wrote its graph
         return []
     try:
-        drawing = tag("figure", flowchart(_drawn_flow(folder, from_text(words))))
+        graph = from_text(words)
+        drawing = tag("figure", flowchart(_drawn_flow(folder, graph))) if len(graph) else None
     except FlowError:  # operators that are not installed here: the text is there in any case
         drawing = None
     return [section("flow", "Flow", join(drawing, tag("pre", words, class_="said mono")))]
