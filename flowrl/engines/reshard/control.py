@@ -141,7 +141,8 @@ _ATTEMPT = 2**20
 
 
 class BoardControl:
-    """A page of shared memory on which every process writes lines of its own and reads those of all.
+    """A page of shared memory on which every process writes lines of its own and reads those of all. Values are written before
+    the count that announces them; a reader sees them in that order on processors that keep the order of stores, as x86 does.
 
     A line has: how far its exchanges are, the attempt that failed, how far it has packed and pulled, and the values of the last
     two exchanges (two, because the slowest reader may still be at the one before).

@@ -117,7 +117,7 @@ class PeerCopyTransport:
                 storage = one.data.untyped_storage()
                 if storage.data_ptr() not in numbers:
                     numbers[storage.data_ptr()] = len(handles)
-                    handles.append(tuple(storage._share_cuda_()))
+                    handles.append(_shared(storage))
                 first = one.data.data_ptr() - storage.data_ptr()
                 listed.append((one.peer, numbers[storage.data_ptr()], first, one.data.numel()))
             if listed:
@@ -148,8 +148,26 @@ class PeerCopyTransport:
         """[bytes] a storage of another process; see [Note: Mapped on the reader's device]."""
         if (peer, number) not in self._mapped:
             _, *rest = offer.handles[number]
-            self._mapped[peer, number] = torch.UntypedStorage._new_shared_cuda(self._at.index, *rest)
+            try:
+                self._mapped[peer, number] = torch.UntypedStorage._new_shared_cuda(self._at.index, *rest)
+            except RuntimeError as error:
+                raise _unmappable(f"device {self._control.device} cannot map memory of device {peer}", error) from error
         return torch.empty(0, dtype=torch.uint8, device=self._at).set_(self._mapped[peer, number])
 
     def _open(self, handle: bytes) -> torch.cuda.Event:
         return torch.cuda.Event.from_ipc_handle(self._at, handle)
+
+
+def _shared(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """The handle of a storage, and what else its mapping needs."""
+    try:
+        return tuple(storage._share_cuda_())
+    except RuntimeError as error:
+        raise _unmappable(f"memory of {storage.device} cannot be mapped by other processes", error) from error
+
+
+def _unmappable(what: str, error: RuntimeError) -> EngineError:
+    return EngineError(
+        f"{what} ({str(error).splitlines()[0]}); it needs GPUs of one machine that reach each other, and on some systems "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False; DistTransport does without"
+    )

@@ -60,6 +60,12 @@ class Ran:
 class Resharder:
     """One device's end of a weights edge. All devices of the program make one, and call `run` together.
 
+    Example:
+        board = board_for(program.devices, rank, group=gloo)
+        end = Resharder(program, rank, source=dict(trained.named_parameters()), target=dict(engine.named_parameters()),
+                        transport=PeerCopyTransport(board, device=device, group=gloo), control=board)
+        end.run(version=7)
+
     Args:
         device: number of this device in the program.
         source: local shards by name, DTensors or plain tensors; empty where the device holds nothing. May lie in pinned host
