@@ -65,7 +65,12 @@ def detached(logprobs):
     return logprobs.detach()
 
 
-LOSSES = {loss.__name__: loss for loss in (clipped, against_the_group, squared, hostile, detached)}
+@fr.loss(on_policy=False)
+def stored_only(returns: fr.TOKEN.f32):
+    return returns
+
+
+LOSSES = {loss.__name__: loss for loss in (clipped, against_the_group, squared, hostile, detached, stored_only)}
 
 ROTARY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -127,7 +132,18 @@ def gpt2(**more: Any) -> Any:
     return seeded(lambda: GPT2LMHeadModel(GPT2Config(**{**options, **more})), 3)
 
 
-FAMILIES = {"llama": llama, "smollm": smollm, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
+def adapted(**more: Any) -> Any:
+    """Adapters on q and v, and everything else frozen."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    def build() -> Any:
+        options = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return inject_adapter_in_model(options, llama(**more))
+
+    return seeded(build, 4)
+
+
+FAMILIES = {"adapted": adapted, "llama": llama, "smollm": smollm, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,7 @@ CASES: dict[str, Case] = {
     "checkpointing": Case("llama", masked=(2,), model={"gradient_checkpointing": True}),
     "decay": Case("gpt2", model={"optimizer": AdamW(lr=1e-2, weight_decay=0.1, warmup_steps=3, eps=1e-3)}),
 }
+ADAPTED = Case("adapted", model={"precision": "bf16"})
 BF16 = Case("llama", model={"precision": "bf16"})
 
 

@@ -28,6 +28,7 @@ from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.errors import FlowError
 from flowrl.mesh import Layout
 from tests.distributed.mesh_cases import (
+    ADAPTED,
     BF16,
     CASES,
     Case,
@@ -76,6 +77,35 @@ def bf16(mesh: RankMesh, folder: Path) -> Any:
     return found
 
 
+def adapters(mesh: RankMesh, folder: Path) -> Any:
+    """Adapters train, the base is frozen, sharded as well, and kept in the type that it computes in."""
+    host = opened("adapted", mesh, ADAPTED)
+    before = held(host)
+    reports = [metrics_of(host.update(job_of(ADAPTED, seed))) for seed in range(3)]
+    assert host.trainer is not None
+    params = host.weights.parameters
+    return {
+        "reports": reports,
+        "moved": {name for name, value in held(host).items() if not torch.equal(before[name], value)},
+        "trained": set(host.trainer.trained),
+        "stored": {name: str(param.dtype) for name, param in params.items()},
+        "copies": {part.copies for part in audit_module(host.module, host.trainer.optimizer).parts},
+        "state": host.state(),
+    }
+
+
+def halves(mesh: RankMesh, folder: Path) -> Any:
+    """Two meshes of a job, each with a model of its own, at the same time."""
+    left = RankMesh.join(Layout(fsdp=2), "left", ranks=(0, 1), patience=mesh.guard.patience)
+    right = RankMesh.join(Layout(tp=2), "right", ranks=(2, 3), patience=mesh.guard.patience)
+    mine = left or right
+    assert mine is not None and (left is None) != (right is None)
+    name = "few" if left else "one_rank_trains"
+    found = train(opened(name, mine), CASES[name])
+    mine.close()
+    return name, mine.rank, found
+
+
 def compiled(mesh: RankMesh, folder: Path) -> Any:
     """Layer by layer; a backend that compiles nothing still goes through all of torch.compile but the compiler."""
     from torch._dynamo.utils import counters
@@ -100,11 +130,14 @@ def not_finite(mesh: RankMesh, folder: Path) -> Any:
 def learns_nothing(mesh: RankMesh, folder: Path) -> Any:
     """An error that all ranks come to together leaves the mesh usable."""
     host = opened("detached", mesh, Case("llama", loss="detached"))
-    try:
-        host.update(job_of(Case("llama", loss="detached"), 0))
-    except FlowError as error:
-        return f"{type(error).__name__}: {error}", scored(host, CASES["llama"])
-    return "no error"
+    found = []
+    for loss in ("detached", "stored_only"):
+        try:
+            host.update(job_of(Case("llama", num_rows=1, loss=loss), 0))
+            found.append("no error")
+        except FlowError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found, scored(host, CASES["llama"])
 
 
 def from_files(mesh: RankMesh, folder: Path) -> Any:
@@ -192,7 +225,7 @@ def errors(mesh: RankMesh, folder: Path) -> Any:
 EXTRAS: dict[str, Callable[[RankMesh, Path], Any]] = {
     function.__name__: function
     for function in (
-        bf16, compiled, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors
+        bf16, compiled, adapters, halves, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors
     )
 }  # fmt: skip
 

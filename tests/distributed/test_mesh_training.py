@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from flowrl.engines.host_torch import TorchEngine
 from flowrl.mesh import Layout
 from flowrl.planner.boxes import Holding
 from tests.distributed.mesh_cases import (
+    ADAPTED,
     BF16,
     CASES,
     FAMILIES,
@@ -47,9 +49,13 @@ WORK = {
         "f4": ["one_rank_trains", "few_prompts", "decay"],
         "f2t2": ["smollm", "prompts", "few", "resumed", "from_files"],
         "d2f2": ["llama", "minibatches", "few_prompts"],
-        "d2t2@div": ["value"],
+        "d2t2@div": ["value", "halves"],
     },
 }  # fmt: skip
+
+
+if importlib.util.find_spec("peft") is not None:
+    WORK[2]["f2"].append("adapters")
 
 
 def run(world: int, folder: Path, work: dict[str, list[str]] | None = None) -> list[dict[str, Any]]:
@@ -288,6 +294,34 @@ def test_a_run_goes_on_from_another_layout(two: list[dict[str, Any]], four: list
             assert_equal_states(found["state"], expected["state"])
 
 
+def test_a_job_has_several_meshes(four: list[dict[str, Any]]) -> None:
+    found = [rank["d2t2@div halves"] for rank in four]
+    assert [(name, rank) for name, rank, _ in found] == [
+        ("few", 0), ("few", 1), ("one_rank_trains", 0), ("one_rank_trains", 1)
+    ]  # fmt: skip
+    for name, _, made in found:
+        assert_equal_reports(made["reports"], alone(name)["reports"])
+        assert_equal_states(made["state"], alone(name)["state"])
+
+
+def test_adapters_train_on_a_sharded_frozen_base(two: list[dict[str, Any]]) -> None:
+    pytest.importorskip("peft", reason="adapters come from peft, which is not installed")
+    host = TorchEngine().open("adapted", model_of(ADAPTED), uses_of(ADAPTED), seed=0)
+    expected = [metrics_of(host.update(job_of(ADAPTED, seed))) for seed in range(3)]
+    for rank in two:
+        found = rank["f2 adapters"]
+        assert found["trained"] == {name for name in found["stored"] if "lora_" in name}
+        assert len(found["trained"]) == 8
+        assert found["moved"] and found["moved"] <= found["trained"]
+        for name, kind in found["stored"].items():
+            assert kind == ("torch.float32" if "lora_" in name else "torch.bfloat16"), name
+        assert found["copies"] == {1}
+        assert_equal_reports(found["reports"], expected, tolerance=0.05)
+        state = host.state()
+        for name, array in state["weights"].items():
+            np.testing.assert_allclose(found["state"]["weights"][name], array, atol=5e-3, err_msg=name)
+
+
 def test_an_average_follows(two: list[dict[str, Any]]) -> None:
     begun = start("llama")
     for rank in two:
@@ -312,6 +346,7 @@ def test_errors_say_what_to_do(two: list[dict[str, Any]]) -> None:
         assert "vLLM sampler" in sampler and "vLLM sampler" in opened
         assert "save it and open the folder" in model
         assert "no parameter" in blend or "lacks" in blend
-        text, after = rank["f2 learns_nothing"]
-        assert text.startswith("OperatorError: the loss 'detached' does not depend on the model")
+        texts, after = rank["f2 learns_nothing"]
+        assert texts[0].startswith("OperatorError: the loss 'detached' does not depend on the model")
+        assert texts[1].startswith("OperatorError: the loss 'stored_only' does not depend on the model")
         np.testing.assert_allclose(after, alone("llama")["before"], atol=1e-5)

@@ -84,9 +84,9 @@ class MeshHost(TorchHost):
     ) -> None:
         self.mesh = mesh
         wanted, trains = PRECISIONS[model.precision], "update" in uses
-        # what trains is stored in fp32, its masters, and gathered in the precision asked for
+        # what trains is stored in fp32, its masters, and gathered in the precision asked for; what is frozen needs no masters
         if trains:
-            precision = Precision(torch.float32, None if wanted == torch.float32 else wanted)
+            precision = Precision(torch.float32, frozen=wanted, compute=None if wanted == torch.float32 else wanted)
         else:
             precision = Precision(wanted)
         self.sharded = shard(

@@ -58,7 +58,7 @@ class RankMesh:
         Args:
             name: of the mesh, unique in the job; in errors.
             device: of this process; None takes `cuda:<current>` where the job's backend is NCCL, else the CPU.
-            ranks: ranks in the job, in the order of the layout; None takes all of them.
+            ranks: ranks in the job, rising, in the order of the layout; None takes all of them.
 
         Returns None on a process that is not of the mesh.
         Errors: EngineError when torch.distributed is not initialised; ConfigError when layout and ranks do not fit.
@@ -202,8 +202,9 @@ def _check(layout: Layout, name: str, ranks: tuple[int, ...], world: int, *, is_
         raise ConfigError(
             f"mesh '{name}': layout {layout} needs {layout.size} ranks, and {whose}; start as many processes or change the layout"
         )
-    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world for rank in ranks):
-        raise ConfigError(f"mesh '{name}' needs different ranks from 0 to {world - 1}; found {list(ranks)}")
+    if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < world for rank in ranks):
+        # a process group of torch counts its members by rank, whatever order they are given in: parts would change places
+        raise ConfigError(f"mesh '{name}' needs different, rising ranks from 0 to {world - 1}; found {list(ranks)}")
 
 
 def _device(asked: torch.device | str | None) -> torch.device:

@@ -65,6 +65,13 @@ class Sharded:
         for part in self._parts():
             part.reshard()
 
+    def add_over_copies(self, does: bool) -> None:
+        """Whether the next backward passes add gradients over dp: only the last of an optimizer step needs to, the others add
+        over fsdp alone."""
+        if self.mesh.layout.dp > 1:
+            for part in self._parts():
+                part.set_requires_all_reduce(does, recurse=False)
+
     def _parts(self) -> Iterator[FSDPModule]:
         return (part for part in self.root.modules() if isinstance(part, FSDPModule))
 
@@ -75,6 +82,8 @@ class Precision:
 
     stored: torch.dtype | None = None
     """Of the sharded parameters, which the optimizer moves; None leaves them as they are."""
+    frozen: torch.dtype | None = None
+    """Of sharded parameters that do not train; None: as `stored`."""
     compute: torch.dtype | None = None
     """Of gathered parameters; None: as stored."""
     reduce: torch.dtype = torch.float32
@@ -109,13 +118,13 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh.shard_axes, "mp_policy": policy}
     layers = tuple(find_layers(name, module))
     for path, layer in layers:
-        materialise(layer, f"{path}.", source, mesh.device, precision.stored)
+        materialise(layer, f"{path}.", source, mesh.device, precision.stored, precision.frozen)
         if family is not None:
             cut_layer(layer, family, mesh.tp_axis)
         if compile_backend is not None:
             layer.compile(backend=compile_backend, dynamic=True)  # rows have all lengths
         fully_shard(layer, **options)
-    materialise(module, "", source, mesh.device, precision.stored)
+    materialise(module, "", source, mesh.device, precision.stored, precision.frozen)
     if family is not None:
         cut_vocabulary(module, family, mesh.tp_axis)
         cut_rest(module, mesh.tp_axis)

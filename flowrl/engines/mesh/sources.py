@@ -128,13 +128,19 @@ def missing(module: nn.Module, source: Safetensors) -> list[str]:
 
 
 def materialise(
-    module: nn.Module, prefix: str, source: Source, device: torch.device, dtype: torch.dtype | None
+    module: nn.Module,
+    prefix: str,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    frozen: torch.dtype | None = None,
 ) -> None:
     """Give the parameters and buffers of a module that are not there yet their values, on a device.
 
     Args:
         prefix: of the module's names in the whole model; "" or ending in a dot.
         dtype: of parameters; None keeps theirs.
+        frozen: of parameters that do not train; None: `dtype`.
 
     Errors: EngineError naming a tensor without values, or of another shape.
     """
@@ -146,7 +152,8 @@ def materialise(
                 continue
             if id(param) not in made:
                 value = _value(start + key, param, source)
-                kind = param.dtype if dtype is None or not param.is_floating_point() else dtype
+                wanted = dtype if param.requires_grad or frozen is None else frozen
+                kind = param.dtype if wanted is None or not param.is_floating_point() else wanted
                 real = nn.Parameter(value.to(device, kind, copy=True), requires_grad=param.requires_grad)
                 made[id(param)] = made[id(real)] = real
             part._parameters[key] = made[id(param)]

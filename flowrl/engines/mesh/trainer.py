@@ -10,7 +10,7 @@ The job is the same on every rank, all its rows: nothing about rows is asked of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ class MeshTrainer(Trainer):
         with self.mesh.guard.waiting(f"the gradients of model '{self.forward.name}', optimizer step {self.steps}"):
             return super()._accumulate(work, rows)
 
-    def _blocks(self, work: Work, rows: np.ndarray) -> list[np.ndarray]:
+    def _blocks(self, work: Work, rows: np.ndarray) -> Iterator[np.ndarray]:
         blocks = shared_blocks(
             work.lengths[rows],
             self.micro_batch_tokens,
@@ -81,7 +81,9 @@ class MeshTrainer(Trainer):
             self.mesh.data_rank,
             groups=self._groups(work, rows),
         )
-        return [rows[block] for block in blocks]
+        for index, block in enumerate(blocks):
+            self.sharded.add_over_copies(index == len(blocks) - 1)
+            yield rows[block]
 
     def _run(self, function: Any, *args: Any) -> Any:
         return self.sharded.call(function, *args)
@@ -100,9 +102,10 @@ class MeshTrainer(Trainer):
         else:
             batch = nothing()
             row_T = torch.from_numpy(batch.row_T).to(self.forward.device)
-            self.live_columns(batch, row_T, np.ones(0, np.float32), work.live or frozenset({"logprobs"}))
+            self.live_columns(batch, row_T, np.ones(0, np.float32), work.live)
             total, found = torch.zeros((), device=self.forward.device), {}
-        self.passes.fill()
+        if work.live:
+            self.passes.fill()
         for end in (*self._columns, *self.passes.ends):
             total = total + end[:0].sum().float()
         self._columns.clear()

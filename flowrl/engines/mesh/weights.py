@@ -33,7 +33,9 @@ class MeshWeights(Weights):
     def make_masters(self, dtype: torch.dtype) -> None:
         """The sharded parameters are the masters already: they are rounded when they are gathered."""
         if dtype != torch.float32:
-            kept = {tensor.dtype for tensor in self.parameters.values() if tensor.is_floating_point()}
+            params = [param for param in self.parameters.values() if param.is_floating_point()]
+            trained = [param for param in params if param.requires_grad] or params
+            kept = {param.dtype for param in trained}
             if kept != {torch.float32}:
                 raise EngineError(
                     f"model '{self.name}' was sharded for scoring, in {', '.join(map(str, kept))}; it has no fp32 masters to "
