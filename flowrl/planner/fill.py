@@ -16,6 +16,7 @@ from flowrl.planner.options import Option
 from flowrl.planner.problem import INFINITE, Candidate, host_bytes
 from flowrl.planner.space import Space, Split
 from flowrl.planner.ties import Simplicity, burden, layout_changes, simplicity, whole_gib
+from flowrl.planner.waiting import rule_of
 
 SAME = 1 + 1e-12
 """Seconds that differ by less differ by rounding."""
@@ -159,7 +160,8 @@ class Fill:
             combinations.append(one)
         if max(host_bytes(self.space.cluster, self.meshes, combinations)) > self.space.cluster.host.memory_bytes:
             return None
-        self.fits = True
+        rule = rule_of(self.space.work, self.space.roles, self.space.handovers, combinations, self.limits)
+        self.fits |= rule is None
         placed = {self.space.roles[role].name: (self.meshes[self.set_of[role]], one) for role, one in chosen.items()}
         for index, role in self.moves:
             seconds[index] = self.space.handover_of(role, placed)
@@ -168,11 +170,14 @@ class Fill:
         if any(all(map(le, one, seconds)) for one in self.failed):
             return None  # nowhere faster than what was too slow: no order makes it faster either
         self.simulated += 1
-        latency_s, order = self.shape.shortest(seconds, limit_s * (self.space.problem.schedule.max_staleness + 1))
+        enough_s = limit_s * (self.space.problem.schedule.max_staleness + 1)
+        latency_s, order = self.shape.shortest(seconds, enough_s, rule)
         total_s = self.space.cost(self.shape, seconds, latency_s)
         if total_s >= limit_s:
-            self.fail(seconds)
+            if rule is None:  # else one that fits in every order may take no more in each part, and less in all
+                self.fail(seconds)
             return None
+        self.fits = True
         loads = tuple(self.shape.loads(seconds))
         return Candidate(total_s, self.meshes, tuple(combinations), loads, latency_s, order, tuple(seconds))
 
@@ -242,10 +247,7 @@ class _Walk:
         if self.host[one] + rest.host[one] > fill.host_limits[one]:
             return False
         chosen = [self.chosen[role] for role in fill.split[one] if role in self.chosen]
-        return all(
-            held + edge.handed_bytes(chosen) + edge.beside_bytes(chosen) <= fill.limits.device_bytes
-            for edge in fill.space.edges
-        )
+        return all(held + edge.handed_bytes(chosen) <= fill.limits.device_bytes for edge in fill.space.edges)
 
     def _is_pruned(self, bound_s: float, rest: _Least) -> bool:
         raise NotImplementedError
@@ -262,7 +264,8 @@ class _Fastest(_Walk):
         found = self.fill.candidate(self.chosen, list(self.seconds), self.limit_s)
         if found is not None:
             self.fill.best, self.limit_s = found, found.seconds
-            self.fill.fail(found.work_s)
+            if not any(one.is_ordered for one in found.combinations):
+                self.fill.fail(found.work_s)
 
 
 class _Simplest(_Walk):

@@ -9,6 +9,46 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A span of an order, by the tasks that have been done."""
+
+    opens: tuple[int, ...]
+    """It is open once all of these are done;"""
+    closes: tuple[int, ...] | None = None
+    """and until all of these are. None: to the end."""
+
+    def is_open(self, done: int) -> bool:
+        """After some tasks, a bit for each."""
+        opened = all(done >> task & 1 for task in self.opens)
+        return opened and (self.closes is None or not all(done >> task & 1 for task in self.closes))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which tasks may not run in which windows."""
+
+    windows: tuple[Window, ...]
+    barred: tuple[frozenset[int], ...]
+    """Of each task: sets of open windows, a bit for each, in which it may not run. A window that has nothing to do with the sets
+    of a task makes no difference to it."""
+
+    def allows(self, task: int, done: int) -> bool:
+        """Whether a task may run next when some are done, a bit for each."""
+        barred = self.barred[task]
+        return not barred or sum(one.is_open(done) << bit for bit, one in enumerate(self.windows)) not in barred
+
+    def keeps(self, order: Sequence[int]) -> bool:
+        """Whether all of an order is allowed."""
+        done = 0
+        for task in order:
+            if not self.allows(task, done):
+                return False
+            done |= 1 << task
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +122,28 @@ class Shape:
             found[task] = head
         return found
 
-    def shortest(self, seconds: Sequence[float], limit_s: float = math.inf) -> tuple[float, tuple[int, ...]]:
+    def shortest(
+        self, seconds: Sequence[float], limit_s: float = math.inf, rule: Rule | None = None
+    ) -> tuple[float, tuple[int, ...]]:
         """Makespan and order of an optimal schedule; of some schedule, of `limit_s` or more, when none is below `limit_s`.
 
         In the order every task starts as soon as the tasks before it, and earlier ones of its sets, have ended.
+
+        `rule`: only orders that keep it; infinite and no order when none of them is below `limit_s`.
         """
         tails = self.tails(seconds)
         order = self._listed(seconds, tails)
         makespan = self.replay(seconds, order)
+        if rule is not None and not rule.keeps(order):
+            makespan, order = math.inf, ()
         bound = self.bound_s(seconds)
         if makespan <= bound * (1 + 1e-12) or bound >= limit_s:
             return makespan, order
-        walk = _Walk(self, seconds, tails, min(makespan, limit_s), order, bound)
-        walk.down((), [0.0] * len(seconds), [0.0] * self.num_sets, 0.0)
+        live = None if rule is None else live_of(self.before, rule)
+        if live is not None and 0 not in live:
+            return math.inf, ()
+        walk = _Walk(self, seconds, tails, min(makespan, limit_s), order, bound, rule, live)
+        walk.down((), 0, [0.0] * len(seconds), [0.0] * self.num_sets, 0.0)
         return (walk.makespan if walk.order != order else makespan), walk.order
 
     def _listed(self, seconds: Sequence[float], tails: Sequence[float]) -> tuple[int, ...]:
@@ -137,6 +186,37 @@ class Shape:
         return tuple(found)
 
 
+@lru_cache(maxsize=256)
+def live_of(before: tuple[tuple[int, ...], ...], rule: Rule) -> frozenset[int]:
+    """Sets of done tasks, a bit for each, from which all others can still be done; among them 0 when any order keeps the rule."""
+    every = (1 << len(before)) - 1
+    known: dict[int, bool] = {every: True}
+
+    def is_live(done: int) -> bool:
+        if done not in known:
+            known[done] = any(
+                not done >> task & 1
+                and all(done >> one & 1 for one in earlier)
+                and rule.allows(task, done)
+                and is_live(done | 1 << task)
+                for task, earlier in enumerate(before)
+            )
+        return known[done]
+
+    # all of them, not those on the first way to the end only
+    ahead, seen = [0], {0}
+    while ahead:
+        done = ahead.pop()
+        if not is_live(done):
+            continue
+        for task, earlier in enumerate(before):
+            then = done | 1 << task
+            if then not in seen and all(done >> one & 1 for one in earlier) and rule.allows(task, done):
+                seen.add(then)
+                ahead.append(then)
+    return frozenset(done for done, lives in known.items() if lives)
+
+
 @dataclass
 class _Walk:
     """Branch and bound over orders."""
@@ -149,8 +229,11 @@ class _Walk:
     order: tuple[int, ...]
     bound: float
     """At which it stops."""
+    rule: Rule | None = None
+    live: frozenset[int] | None = None
+    """Sets of done tasks from which an order that keeps the rule goes on."""
 
-    def down(self, done: tuple[int, ...], ends: list[float], free: list[float], latest: float) -> None:
+    def down(self, done: tuple[int, ...], mask: int, ends: list[float], free: list[float], latest: float) -> None:
         if len(done) == len(self.seconds):
             if latest < self.makespan:
                 self.makespan, self.order = latest, done
@@ -159,6 +242,8 @@ class _Walk:
             if self.makespan <= self.bound * (1 + 1e-12):
                 return
             if task in done or any(one not in done for one in earlier):
+                continue
+            if self.rule is not None and not self._may_come(task, mask):
                 continue
             start = max([0.0, *(ends[one] for one in earlier), *(free[one] for one in self.shape.sets[task])])
             if start + self.tails[task] >= self.makespan:
@@ -171,7 +256,11 @@ class _Walk:
             now_ends[task] = end
             for one in self.shape.sets[task]:
                 now_free[one] = end
-            self.down((*done, task), now_ends, now_free, max(latest, end))
+            self.down((*done, task), mask | 1 << task, now_ends, now_free, max(latest, end))
+
+    def _may_come(self, task: int, mask: int) -> bool:
+        rule, live = self.rule, self.live
+        return rule is None or live is None or (rule.allows(task, mask) and mask | 1 << task in live)
 
     def _is_free_of(self, task: int, other: int) -> bool:
         return other not in self.shape.before[task] and not set(self.shape.sets[task]) & set(self.shape.sets[other])

@@ -12,10 +12,11 @@ from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
-from flowrl.planner.cells import Combination, Edge
+from flowrl.planner.cells import Combination
 from flowrl.planner.options import Choices, Option, Setting
 from flowrl.planner.orders import Shape
 from flowrl.planner.roles import Role, roles_of
+from flowrl.planner.waiting import Work
 from flowrl.planner.workload import Workload
 
 INFINITE = float("inf")
@@ -120,21 +121,6 @@ class Problem:
         """Layout that the placement gives to a role, without its order of ranks: that is chosen by what then moves least."""
         placed = None if self.placement is None else self.placement.role(role)
         return None if placed is None or placed.layout is None else placed.layout.ordered("mod")
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        """Where new weights are handed over. Beside them work the roles that have a call which does not come before."""
-        work = work_of(self.roles)
-        found: list[Edge] = []
-        for index, (taker, call, _) in enumerate(work):
-            if call is None:
-                before = {index}
-                for at in range(index, -1, -1):
-                    before |= set(work[at][2]) if at in before else set()
-                others = {role for at, (role, _, _) in enumerate(work) if at not in before} - {taker}
-                names = frozenset(self.roles[role].name for role in others)
-                found.append(Edge(self.roles[taker].weights_from, self.roles[taker].name, names))
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +255,6 @@ def _sets(candidate: Candidate) -> dict[Mesh, frozenset[str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ structure
-
-Work = tuple[int, int | None, tuple[int, ...]]
-"""A role, which of its calls (None: the handover of new weights to it), and the work before it."""
 
 
 def work_of(roles: Sequence[Role]) -> tuple[Work, ...]:

@@ -17,6 +17,7 @@ from flowrl.planner.orders import Shape
 from flowrl.planner.problem import INFINITE, Problem, place, shape_of, slice_sizes, splits, work_of
 from flowrl.planner.roles import Role
 from flowrl.planner.ties import burden
+from flowrl.planner.waiting import handovers_of
 from flowrl.planner.workload import Workload
 
 PLENTY = 2**60
@@ -42,10 +43,11 @@ class Space:
         self.cluster = problem.cluster
         self.sizes = slice_sizes(problem.cluster)
         self.work = work_of(problem.roles)
-        self.edges = problem.edges
+        self.handovers = handovers_of(self.work, problem.roles)
+        self.edges = tuple(one.edge for one in self.handovers)
         self.index = {role.name: index for index, role in enumerate(problem.roles)}
         models = [role.model for role in problem.roles]
-        ends = {name for edge in problem.edges for name in (edge.giver, edge.taker)}
+        ends = {name for edge in self.edges for name in (edge.giver, edge.taker)}
         self.layout_counts = tuple(role.name in ends or models.count(role.model) > 1 for role in problem.roles)
         self.made = 0
         """How many times options were made."""

@@ -7,6 +7,7 @@ order. Seconds of a call are without the copies of parked state: these are steps
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from flowrl.cost.offload import Offload
 from flowrl.mesh import Mesh
@@ -85,7 +86,8 @@ def _residents(draft: Draft, holding: dict[str, Held]) -> list[Hold]:
 
 
 def _waiting(draft: Draft, steps: list[Step]) -> list[Hold]:
-    """Engine weights while the engine does not sample: from the handover to the next sample, over the end of the step too."""
+    """Engine weights while the engine does not sample: from the handover to the last sample with them, over the end of the
+    iteration too."""
     found: list[Hold] = []
     order = [step.name for step in steps]
     for role in draft.problem.roles:
@@ -95,13 +97,15 @@ def _waiting(draft: Draft, steps: list[Step]) -> list[Hold]:
         moved = order.index(handover_name(role.name))
         samples = sorted(order.index(call.node) for call in role.calls)
         first = [at for at in samples if at < moved]
+        spans: list[tuple[int, int | None]] = list(pairwise(first))
         marks = [moved, *(at for at in samples if at > moved)]
+        spans += zip(marks, [*marks[1:], None], strict=True)
         what, devices = f"{role.name} weights", tuple(mesh.devices)
         if first and steps[first[0]].after:  # else it samples from the beginning on
             found.append(
                 Hold(what, option.handover_bytes, until_task=order[first[0]], until_edge=Edge.START, devices=devices)
             )
-        for at, following in zip(marks, [*marks[1:], None], strict=True):
+        for at, following in spans:
             until = "" if following is None else order[following]
             edge = Edge.END if following is None else Edge.START
             found.append(Hold(what, option.handover_bytes, from_task=order[at], from_edge=Edge.END, until_task=until,

@@ -13,7 +13,8 @@ GIB = 2**30
 STEPS = {"none": 0, "park": 2, "sopt": 4, "opt": 6, "all": 8}
 EDGE = ("gen", "policy")
 BESIDE = ("critic",)
-"""May work while new weights wait: the critic's update does not come before the policy's."""
+"""May work while weights wait, in some order: the critic's update does not come before the policy's. All else comes behind the
+rollout and before the update."""
 
 OptionsOf = Callable[[Problem, int, int], tuple[Option, ...]]
 HandoverOf = Callable[[Problem, Mesh, Option, Mesh, Option], float]
@@ -73,28 +74,46 @@ class EveryPlan:
                     continue
                 ways = [options_of(problem, role, chosen[label]) for role, label in enumerate(labels)]
                 for options in itertools.product(*ways):
-                    peak = self._peak(labels, meshes, options)
-                    if peak <= machine.device.memory_bytes:
-                        yield labels, meshes, options, peak
+                    least, peak = self._peaks(labels, meshes, options)
+                    if least <= machine.device.memory_bytes:
+                        yield labels, meshes, options, min(peak, machine.device.memory_bytes)
 
-    def _peak(self, labels, meshes, options) -> float:
-        """On the fullest device; infinite when a host is over."""
+    def _peaks(self, labels, meshes, options) -> tuple[float, float]:
+        """On the fullest device, when nothing works while weights wait, and when all does that may; infinite: a host is over."""
         problem = self.problem
-        hosts, peak = [0.0] * problem.cluster.nodes, 0.0
+        hosts, least, peak = [0.0] * problem.cluster.nodes, 0.0, 0.0
         for label, mesh in enumerate(meshes):
             mine = [option for option, at in zip(options, labels, strict=True) if at == label]
-            held = sum(one.static_bytes for one in mine)
-            held += problem.choices.memory.context_bytes * any(one.has_context for one in mine)
-            handed = sum(one.handover_bytes for one in mine if one.role in EDGE)
-            meanwhile = max([one.dynamic_bytes for one in mine if one.role in BESIDE], default=0.0)
-            peak = max(peak, held + max(one.dynamic_bytes for one in mine), held + handed + meanwhile)
+            held = self._held(mine)
+            handed = [one.handover_bytes for one in mine if one.role in EDGE]
+            least = max(least, held + max(one.dynamic_bytes for one in mine), held + sum(handed))
+            meanwhile = [one.dynamic_bytes + max(handed, default=0.0) for one in mine if one.role in BESIDE]
+            peak = max(peak, least, held + max(meanwhile, default=0.0))
             nodes = mesh.nodes(problem.cluster.devices_per_node)
             for node in nodes:
                 hosts[node] += sum(one.host_bytes for one in mine) / len(nodes)
-        return peak if max(hosts) <= problem.cluster.host.memory_bytes else math.inf
+        return (least, peak) if max(hosts) <= problem.cluster.host.memory_bytes else (math.inf, math.inf)
+
+    def _held(self, mine) -> float:
+        """By the roles of a set, between their calls."""
+        context = self.problem.choices.memory.context_bytes * any(one.has_context for one in mine)
+        return sum(one.static_bytes for one in mine) + context
+
+    def _has_room(self, name, done, owner, at, option_of) -> bool:
+        """Whether a call fits beside the weights that wait on its set when those before it are done."""
+        if name == "move":
+            return True
+        mine = [one for role, one in option_of.items() if at[role] == at[owner[name]]]
+        used = self._held(mine) + option_of[owner[name]].dynamic_bytes
+        shards = "update" in done and "move" not in done
+        engine = "move" in done or "rollout" not in done
+        for role, waits in (("policy", shards), ("gen", engine)):
+            if waits and role != owner[name] and at[role] == at[owner[name]]:
+                used += option_of[role].handover_bytes
+        return used <= self.problem.cluster.device.memory_bytes
 
     def seconds(self, labels, meshes, options, enough: float) -> float:
-        """The shortest order of the calls, found by trying all; `enough` or more where the loads alone are that much."""
+        """The shortest order of the calls that fits, found by trying all; `enough` or more where the loads alone are."""
         problem = self.problem
         tasks: dict[str, tuple[float, set[int], set[str]]] = {}
         at = {role.name: label for role, label in zip(problem.roles, labels, strict=True)}
@@ -111,13 +130,14 @@ class EveryPlan:
         if max(loads) >= enough:
             return math.inf
         shortest = math.inf
+        owner = {call.node: role.name for role in problem.roles for call in role.calls}
 
         def down(done: dict[str, float], free: tuple[float, ...]) -> None:
             nonlocal shortest
             if len(done) == len(tasks):
                 shortest = min(shortest, max(done.values()))
             for name, (seconds, sets, after) in tasks.items():
-                if name not in done and after <= set(done):
+                if name not in done and after <= set(done) and self._has_room(name, done, owner, at, option_of):
                     start = max([0.0, *(done[one] for one in after), *(free[one] for one in sets)])
                     if start + seconds < min(shortest, enough * shares):
                         now = tuple(start + seconds if one in sets else time for one, time in enumerate(free))

@@ -59,6 +59,8 @@ CASES = {
     "async_2": Problem(group_roles(SMALL, LARGE), cluster("4xA100-80G", 30), WORK, schedule=Async(2), choices=FEW),
     "critic": Problem(CRITICS, cluster("2xA100-80G", 60), WORK, choices=TINY),
     "critic_tight": Problem(CRITICS, cluster("4xA100-80G", 18), WORK, choices=TINY),
+    "critic_in_order": Problem(CRITICS, cluster("1xA100-80G", 34), WORK, choices=TINY),
+    "critic_in_order_4": Problem(CRITICS, cluster("4xA100-80G", 13), WORK, choices=TINY),
     "nodes": Problem(GROUPS, replace(cluster("2xA100-80G", 40), nodes=2, devices_per_node=1), WORK, choices=FEW),
     "consent": Problem(GROUPS, cluster("1xA100-80G", 46, host_gib=20), WORK,
                        choices=replace(FEW, optimizers=(ADAM_FP32, ADAM_8BIT))),

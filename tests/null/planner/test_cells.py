@@ -7,7 +7,7 @@ from flowrl.planner.options import beats
 from flowrl.planner.ties import burden
 from tests.null.planner.made_up import options
 
-EDGES = (Edge("policy", "gen", frozenset({"critic"})),)
+EDGES = (Edge("policy", "gen", frozenset({"critic"}), frozenset({"critic"})),)
 
 
 def lists(role: str):
@@ -20,11 +20,15 @@ def test_what_fits(gen, policy, critic, capacity):
     for a, b, c in zip(gen, policy, critic, strict=False):
         static = 1 + a.static_bytes + b.static_bytes + c.static_bytes
         working = max(a.dynamic_bytes, b.dynamic_bytes, c.dynamic_bytes)
-        waiting = a.handover_bytes + b.handover_bytes + c.dynamic_bytes  # the critic may work meanwhile
+        least = static + max(working, a.handover_bytes + b.handover_bytes)
+        most = max(
+            least, static + c.dynamic_bytes + max(a.handover_bytes, b.handover_bytes)
+        )  # the critic works meanwhile
         one = made((a, b, c), EDGES, Limits(capacity, 1))
-        assert (one is not None) == (static + max(working, waiting) <= capacity)
+        assert (one is not None) == (least <= capacity)
         if one is not None:
-            assert one.peak_bytes == static + max(working, waiting)
+            assert one.is_ordered == (most > capacity)
+            assert one.peak_bytes == min(most, capacity)
             assert one.host_bytes == a.host_bytes + b.host_bytes + c.host_bytes
             assert one.numerics == max(a.numerics, b.numerics, c.numerics)
 

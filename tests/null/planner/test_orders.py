@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from flowrl.planner.orders import Shape
+from flowrl.planner.orders import Rule, Shape, Window
 
 
 @st.composite
@@ -18,14 +18,60 @@ def shapes(draw):
     return Shape(tuple(sets), tuple(before), num_sets)
 
 
-def all_orders(shape: Shape, seconds) -> float:
-    """The least over every order of the tasks that respects what waits for what."""
+def all_orders(shape: Shape, seconds, rule: Rule | None = None) -> float:
+    """The least over every order of the tasks that respects what waits for what, and a rule."""
     best = float("inf")
     for order in itertools.permutations(range(len(seconds))):
         place = {task: index for index, task in enumerate(order)}
-        if all(place[one] < place[task] for task in order for one in shape.before[task]):
+        if all(place[one] < place[task] for task in order for one in shape.before[task]) and (
+            rule is None or all(is_kept(rule, order, at) for at in range(len(order)))
+        ):
             best = min(best, shape.replay(seconds, order))
     return best
+
+
+def is_kept(rule: Rule, order, at: int) -> bool:
+    """Whether the task at a place of an order may stand there, by what the words of a rule say."""
+    passed = set(order[:at])
+    opened = [set(one.opens) <= passed for one in rule.windows]
+    closed = [one.closes is not None and set(one.closes) <= passed for one in rule.windows]
+    mask = sum((is_opened and not is_closed) << bit
+               for bit, (is_opened, is_closed) in enumerate(zip(opened, closed, strict=True)))  # fmt: skip
+    return mask not in rule.barred[order[at]]
+
+
+@st.composite
+def rules(draw, shape: Shape):
+    """Windows of tasks, and tasks of the same sets that may not run in some of them."""
+    count = len(shape.sets)
+    tasks = st.sets(st.integers(0, count - 1), max_size=2).map(sorted).map(tuple)
+    windows = tuple(Window(draw(tasks), draw(st.none() | tasks.filter(bool))) for _ in range(draw(st.integers(1, 2))))
+    barred = []
+    for sets in shape.sets:
+        # a window counts for tasks that share a set with all that opens and closes it: those are in order with it
+        near = [
+            bit
+            for bit, one in enumerate(windows)
+            if all(set(shape.sets[task]) & set(sets) for task in (*one.opens, *(one.closes or ())))
+        ]
+        bad = draw(st.sets(st.sampled_from(near), max_size=2)) if near else set()
+        barred.append(frozenset(mask for mask in range(1 << len(windows)) if any(mask >> bit & 1 for bit in bad)))
+    return Rule(windows, tuple(barred))
+
+
+@settings(max_examples=300)
+@given(shapes(), st.data())
+def test_equal_to_all_orders_that_keep_a_rule(shape, data):
+    rule = data.draw(rules(shape))
+    seconds = data.draw(st.lists(st.integers(0, 9), min_size=len(shape.sets), max_size=len(shape.sets)))
+    limit_s = data.draw(st.sampled_from([float("inf"), 1000.0, 20.0, 5.0]))
+    least = all_orders(shape, seconds, rule)
+    makespan, order = shape.shortest(seconds, limit_s, rule)
+    if least < limit_s:
+        assert makespan == least and shape.replay(seconds, order) == makespan
+        assert rule.keeps(order) and all(is_kept(rule, order, at) for at in range(len(order)))
+    else:
+        assert makespan >= limit_s
 
 
 @settings(max_examples=150)
