@@ -245,14 +245,14 @@
   // ---- tokens: what a colour means
   const steps = (limits) => (size) => limits.filter((limit) => size >= limit).length;
   const SCALES = {
-    logprob: { limits: [0.105, 0.693, 2.303, 4.605], level: (v) => [steps([0.105, 0.693, 2.303, 4.605])(-v), 1],
+    logprob: { level: (v) => [steps([0.105, 0.693, 2.303, 4.605])(-v), 1],
       said: ["p ≥ 0.9", "p < 0.9", "p < 0.5", "p < 0.1", "p < 0.01"] },
-    ratio: { level: (v) => [steps([0.01, 0.05, 0.2, 0.7])(Math.abs(Math.log(v))), v > 1 ? 1 : -1],
-      said: ["within 1 %", "1 %", "5 %", "×1.22", "×2"], both: true },
+    ratio: { level: (v) => [steps([0.01, 0.05, 0.18, 0.69])(Math.abs(Math.log(v))), v > 1 ? 1 : -1],
+      said: ["within 1 %", "> 1.01", "> 1.05", "> 1.2", "> 2"], minus: ["< 0.99", "< 0.95", "< 0.82", "< 0.5"] },
     apart: { level: (v) => [steps([0.05, 0.3, 1, 2.3])(Math.abs(v)), v > 0 ? 1 : -1],
-      said: ["below 0.05 nats", "0.05", "0.3", "1", "2.3 nats"], both: true },
+      said: ["near 0", "> 0.05 nats", "> 0.3", "> 1", "> 2.3"], minus: ["< −0.05 nats", "< −0.3", "< −1", "< −2.3"] },
     number: { level: (v, most) => [most ? steps([0.1, 0.3, 0.6, 0.85])(Math.abs(v) / most) : 0, v > 0 ? 1 : -1],
-      said: ["near 0", "0.1 of the largest", "0.3", "0.6", "0.85"], both: true },
+      said: ["near 0", "> 0.1 of the response's largest", "> 0.3", "> 0.6", "> 0.85"], minus: ["< −0.1 of it", "< −0.3", "< −0.6", "< −0.85"] },
     mask: { level: () => [0, 1], said: ["true"] },
   };
   const channelsOf = (tokens) => {
@@ -410,7 +410,7 @@
     ui.scale.append(make("span", channel.said ?? (channel.scale === "logprob" ? "probability of the token:" : `${ui.colour.value}:`)));
     if (channel.scale === "mask") { ui.scale.append(make("i", "true"), make("i", "false", { class: "tk masked" })); return; }
     scale.said.forEach((words, level) => ui.scale.append(make("i", words, { class: level ? `q${level}` : "" })));
-    if (scale.both) scale.said.slice(1).forEach((words, level) => ui.scale.append(make("i", channel.scale === "ratio" ? `÷ ${words}` : `−${words}`, { class: `n${level + 1}` })));
+    (scale.minus ?? []).forEach((words, level) => ui.scale.append(make("i", words, { class: `n${level + 1}` })));
   };
 
   let drawing = 0;
