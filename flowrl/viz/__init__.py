@@ -2,12 +2,14 @@
 
 html         the page of a plan: verdict, timeline, devices, memory, dataflow, why, measured, versions
 single       one picture as a file of its own
+run          a run: curves, predicted beside measured, responses with their tokens; runs over each other; one that goes on
+notebook     graphs, tables and metrics as notebooks show them
 mermaid, dot  the dataflow of a plan as text for other programs; mermaid also of a graph
 trace_json   a plan's timeline for Perfetto
 terminal     timeline and memory in letters
 scene        a plan as bars on tracks; stacks: its memory by category; dataflow: what flows between its nodes
 layered      places for the nodes of a drawing
-svg, palette, units, axis  how things are written
+svg, palette, units, axis  how things are written; frame: what every page is made of
 
 All pictures are drawn from `scene`, `stacks` and `dataflow`, which ask the planner's simulator: so they agree.
 """
