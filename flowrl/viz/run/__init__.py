@@ -2,7 +2,6 @@
 
 source      what is read, and from where: any object that reads like a run's folder
 curves      metrics as small charts
-tokens      what tokens look like as bytes of text
 responses   recorded rows in compressed blocks, a few hundred responses each
 page        the page of a run; compare: runs over each other
 serve       the page while its run goes on, for this machine alone

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flowrl as fr
+from examples.rloo import rloo
 from flowrl.errors import ConfigError
+from flowrl.planner.measured import compare_run
 from flowrl.runtime.rundir import RunDir
 from flowrl.viz.frame import LIVE_POLICY, POLICY, asset
 from flowrl.viz.run.compare import compare_html
@@ -21,6 +24,7 @@ from flowrl.viz.run.curves import SMOOTHED_FROM, charts, compared, smoothed, thi
 from flowrl.viz.run.page import run_html
 from flowrl.viz.run.responses import Responses, hold, spread_order
 from flowrl.viz.svg import clean
+from tests.null.runtime.plans import calls, compute, plan_of
 from tests.null.viz.run_cases import BROKEN_BYTES, HOSTILE, LONG_TOKENS, SCRIPT, as_bytes, hostile_run, plain_run
 from tests.null.viz.test_page import read
 
@@ -201,6 +205,46 @@ def test_long_and_broken_responses_keep_every_token(tmp_path: Path) -> None:
             found[chunk["step"], place, row] = ids[starts[row] : starts[row] + length].tolist()
     assert [*BROKEN_BYTES, 256] in found.values()
     assert max(map(len, found.values())) == LONG_TOKENS + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def planned_run(root: Path, steps: int = 3) -> RunDir:
+    plan = plan_of(rloo, [compute(name, 0.25) for name in calls(rloo.graph())])
+    done = fr.run_local(rloo, plan=plan, steps=steps, engine="null", prompts=[{"prompt": "1+1=", "answer": "2"}], policy="null",
+                        out=str(root), progress="off")  # fmt: skip
+    assert done.path is not None
+    return RunDir.open(done.path)
+
+
+def test_a_run_with_a_plan_shows_both(tmp_path: Path) -> None:
+    folder = planned_run(tmp_path)
+    page = run_html(folder)
+    found = read(page)
+    assert {"timeline", "measured", "time", "flow"} <= {attributes.get("id") for _, attributes in found.tags}
+    spans = [attributes for _, attributes in found.tags if attributes.get("class") == "span"]
+    said = {step.name: step for step in compare_run(folder.path).ran}
+    assert len(spans) == len(said)
+    starts = sorted(float(one["data-s"] or "nan") for one in spans)
+    assert starts == pytest.approx(sorted(step.start_s or 0.0 for step in said.values())), "where the run began them"
+    assert starts[-1] > starts[0], "and not all at once"
+    text = "".join(words for _, words in found.texts)
+    assert "Largest error: " in text and "predicted" in text
+    assert page.count('class="residual"') == len(said)
+
+
+def test_one_step_is_nothing_to_compare(tmp_path: Path) -> None:
+    page = run_html(planned_run(tmp_path, steps=1))
+    assert "the first step warms up" in page and 'id="measured"' not in page
+
+
+def test_a_plan_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    folder = planned_run(tmp_path)
+    (folder.path / "plan.json").write_text("{}")
+    page = run_html(folder)
+    assert "plan.json cannot be drawn" in page and "Where the time went" in page and "reward/mean" in page
+    read(page)
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
