@@ -43,11 +43,11 @@ WORK = {
             "decay", "bf16", "not_finite", "learns_nothing", "from_files", "scoring", "blended", "checkpoint",
             "errors",
         ],
-        "t2": ["llama", "qwen3", "gpt2"],
+        "t2": ["llama", "qwen2", "qwen3", "gpt2", "prompts", "groups", "checkpointing", "bf16"],
     },
     4: {
         "f4": ["one_rank_trains", "few_prompts", "decay"],
-        "f2t2": ["smollm", "prompts", "few", "resumed", "from_files"],
+        "f2t2": ["smollm", "prompts", "minibatches", "few", "resumed", "from_files"],
         "d2f2": ["llama", "minibatches", "few_prompts"],
         "d2t2@div": ["value", "halves"],
     },
@@ -162,8 +162,9 @@ def test_four_ranks_train_as_one_device(four: list[dict[str, Any]], key: str) ->
 def test_checkpointing_changes_nothing(two: list[dict[str, Any]]) -> None:
     """The same numbers to the bit, and other work behind them is checked where one device does it."""
     for rank in two:
-        assert rank["f2 checkpointing"]["reports"] == rank["f2 llama"]["reports"]
-        np.testing.assert_array_equal(rank["f2 checkpointing"]["after"], rank["f2 llama"]["after"])
+        for layout in ("f2", "t2"):
+            assert rank[f"{layout} checkpointing"]["reports"] == rank[f"{layout} llama"]["reports"]
+            np.testing.assert_array_equal(rank[f"{layout} checkpointing"]["after"], rank[f"{layout} llama"]["after"])
 
 
 # --- how weights lie --------------------------------------------------------------------------------------------------
@@ -221,16 +222,17 @@ def test_ties_stay(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> Non
 # --- numbers that are not fp32 ----------------------------------------------------------------------------------------
 
 
-def test_bf16_computes_in_bf16_and_keeps_fp32(two: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("layout", ["f2", "t2"])
+def test_bf16_computes_in_bf16_and_keeps_fp32(two: list[dict[str, Any]], layout: str) -> None:
     expected = alone("bf16")
     for rank in two:
-        found = rank["f2 bf16"]
+        found = rank[f"{layout} bf16"]
         assert found["stored"] == {"torch.float32"}
         np.testing.assert_allclose(found["before"], expected["before"], atol=0.05)
         np.testing.assert_allclose(found["after"], expected["after"], atol=0.05)
         assert np.abs(found["before"] - alone("llama")["before"]).max() > 1e-4  # it is not fp32
-    assert_equal_reports(two[0]["f2 bf16"]["reports"], expected["reports"], tolerance=0.05)
-    assert two[0]["f2 bf16"]["state"].keys() == expected["state"].keys()
+    assert_equal_reports(two[0][f"{layout} bf16"]["reports"], expected["reports"], tolerance=0.05)
+    assert two[0][f"{layout} bf16"]["state"].keys() == expected["state"].keys()
 
 
 def test_no_rank_takes_a_step_that_is_not_finite_on_one(two: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@
 
     guard       ranks that fail together, waits that say what they wait for
     ranks       a layout as process groups; parts of tensors
+    styles      how one module is computed by a tensor-parallel group
     plans       what tensor parallelism cuts, family by family
     sources     weights in memory or in files, one tensor at a time
     sharding    a module cut for its ranks, under one root
