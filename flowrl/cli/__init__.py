@@ -60,6 +60,7 @@ def _command(arguments: list[str]) -> int:
         raise UsageError(
             f"unknown {'option' if given.startswith('-') else 'argument'} '{given}'; {hint}\n(more: {command.prog} --help)"
         )
+    args.arguments = arguments
     return commands.COMMANDS[args.command](args)
 
 

@@ -16,6 +16,7 @@ from flowrl.graph.nodes import Graph
 
 if TYPE_CHECKING:
     from flowrl.recipe import Recipe
+    from flowrl.runtime.local import Run
     from flowrl.runtime.rundir import RunDir
 
 
@@ -62,23 +63,33 @@ def _drawn(graph: Graph) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a flow or a recipe; say where its results lie, also when it was interrupted or failed."""
-    recipe = _recipe(args)
+    """Run a flow or a recipe, here or on several ranks; say where its results lie, also when it was interrupted or failed."""
+    from flowrl.cli import ranks
+
+    recipe = recipe_of(args)
     _refuse_missing(recipe)
+    if args.nproc is not None:
+        return ranks.launch(recipe, args.arguments, nproc=args.nproc, timeout_s=args.timeout_s)
     name = recipe.options.name or recipe.graph.name
     began = time.time()
     try:
-        with recipe.run() as done:
-            steps, path = len(done.metrics), done.path
+        with ranks.run_recipe(recipe, timeout_s=args.timeout_s) if ranks.is_rank() else recipe.run() as done:
+            if ranks.is_first():
+                say_finished(name, done)
     except KeyboardInterrupt:
-        _say_where(recipe.options.out, name, "interrupted", began)
+        say_where(recipe.options.out, name, "interrupted", began)
         raise
     except FlowError as error:
         if not isinstance(error, ConfigError):
-            _say_where(recipe.options.out, name, "failed", began)
+            say_where(recipe.options.out, name, "failed", began)
         raise
-    print(f"{name}: finished {_counted(steps, 'step')}; " + (f"results in {path}" if path else "nothing was written"))
     return OK
+
+
+def say_finished(name: str, run: Run) -> None:
+    """Print what a run has done, and where its results lie."""
+    where = f"results in {run.path}" if run.path else "nothing was written"
+    print(f"{name}: finished {_counted(len(run.metrics), 'step')}; {where}", flush=True)
 
 
 def _refuse_missing(recipe: Recipe) -> None:
@@ -96,7 +107,7 @@ def _refuse_missing(recipe: Recipe) -> None:
         raise ConfigError(f"flow '{graph.name}' needs {', '.join(missing)}")
 
 
-def _say_where(out: str | None, name: str, how: str, began: float) -> None:
+def say_where(out: str | None, name: str, how: str, began: float) -> None:
     """Print the folder that the run which `began` in this process has written, if it came that far."""
     from flowrl.runtime.rundir import RunDir
 
@@ -234,6 +245,16 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": calibrate,
     "table": table_command,
 }
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe of a target, with the settings file, the command line and the file of a plan laid over it."""
+    recipe = _recipe(args)
+    if getattr(args, "plan", None) is None:
+        return recipe
+    from flowrl.planner.steps import Plan
+
+    return recipe.replace(plan=Plan.load(args.plan))
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -52,6 +52,8 @@ examples:
       --config group_size=16 --set batch=64 --set max_tokens=512 --steps 200
   flowrl run examples/grpo.py --settings run.toml --seed 1
   flowrl run my_project/runs.py:small                   a function without arguments that returns a Recipe
+  flowrl run my_project/runs.py:small --plan plan.json --nproc 4
+  torchrun --nproc-per-node 4 -m flowrl.cli run my_project/runs.py:small --plan plan.json
 
 What is given here wins over the settings file, key by key. The null engine needs no models. A model is a Hugging Face
 name, a path, or FILE.py:FUNCTION that builds a module.
@@ -77,7 +79,7 @@ schedule. Lengths are distributions, because a mean alone says little of samplin
 histogram N*WEIGHT,N*WEIGHT; a bare number is taken for prompts only. The exit code is 1 when no plan fits (FR-P01).
 
 workload (TOML), whole or in part:
-  prompts = 128                          prompts of one step
+  prompts = 128                          prompts of one iteration
   prompt_tokens = 512
   response_tokens = "lognormal:1024:0.6:4096"    or { tokens = [512, 4096], weights = [9, 1] }
   group_size, rounds                     responses of a prompt, rounds of a refill; left out: as the flow says, 1""",
@@ -334,13 +336,24 @@ def _table_commands(table: Parser) -> None:
 
 
 def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str) -> None:
-    run = _command(commands, "run", "run a flow, or a recipe, in this process")
+    run = _command(commands, "run", "run a flow, or a recipe, in this process or in several")
     run.add_argument("target", metavar="TARGET", help=f"{TARGET_HELP}; or FILE.py:RECIPE; or a graph's text, FILE.txt")
     run.add_argument(
         "--steps", type=int, metavar="N", help="iterations; default: the settings' or the recipe's, else 1"
     )
     run.add_argument("--seed", type=int, metavar="S", help="equal seeds give equal runs; default: 0")
     run.add_argument("--engine", metavar="NAME", help="torch (default), or null: no models, a dry run in milliseconds")
+    run.add_argument("--plan", metavar="PLAN.json", help="do it as a plan says: step by step, each on its devices")
+    run.add_argument(
+        "--nproc", type=int, metavar="N", help="start N processes on this host, one for each device of the plan"
+    )
+    run.add_argument(
+        "--timeout-s",
+        type=float,
+        metavar="S",
+        default=1800.0,
+        help="longest wait of a process for another one; default: 1800",
+    )
     _pairs(run, "--model", "NAME=SOURCE", "models: a Hugging Face name, a path, or FILE.py:FUNCTION")
     _pairs(run, "--data", "NAME=FILE", "data sets: JSONL or Parquet files")
     _pairs(run, "--set", "OPTION=VALUE", f"run options: {options_help}")
@@ -354,7 +367,9 @@ def _view_command(commands: argparse._SubParsersAction[Parser]) -> None:
     view.add_argument(
         "--most-mb", type=float, metavar="N", default=48.0, help="of compressed responses in the page; default: 48"
     )
-    view.add_argument("--tokenizer", metavar="SOURCE", help="for token ids: a folder, or a name; default: the models' own")
+    view.add_argument(
+        "--tokenizer", metavar="SOURCE", help="for token ids: a folder, or a name; default: the models' own"
+    )
     view.add_argument("--compare", metavar="RUN", nargs="+", help="two or more runs over each other")
     view.add_argument("--serve", action="store_true", help="follow a run; on this machine only, until Ctrl-C")
     view.add_argument("--port", type=int, metavar="N", default=0, help="for --serve; default: one that is free")
@@ -375,7 +390,9 @@ def _planning_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         _pairs(one, "--model", "NAME=SOURCE", "models: a published name, a folder with a config.json, or that file")
         _pairs(one, "--lora", "NAME=RANK", "train adapters of this rank instead of the whole model")
         one.add_argument("--workload", metavar="PATH", help="FILE.toml, or the folder of a run to take lengths from")
-        one.add_argument("--prompts", type=int, metavar="N", help="of one step; default: the batch of a recipe's data")
+        one.add_argument(
+            "--prompts", type=int, metavar="N", help="of one iteration; default: the batch of a recipe's data"
+        )
         one.add_argument("--prompt-tokens", metavar="LENGTHS", help="N for all, or a distribution")
         one.add_argument("--response-tokens", metavar="LENGTHS", help="lognormal:MEAN:SIGMA:CAP, fixed:N, N*WEIGHT,...")
         one.add_argument("--schedule", metavar="SCHEDULE", help="sync, or async:K; default: the recipe's, else sync")
@@ -399,7 +416,9 @@ def _reshard_command(commands: argparse._SubParsersAction[Parser]) -> None:
     edge.add_argument("--from", dest="source", metavar="LAYOUT", required=True, help="of the trainer: f8, f4t2, d2f4")
     edge.add_argument("--to", dest="target", metavar="LAYOUT", required=True, help="of the engine: d4t2, t8, t2p2")
     edge.add_argument("--apart", action="store_true", help="the engine has devices of its own; default: the trainer's")
-    edge.add_argument("--cluster", metavar="CLUSTER", help="8xH100-80G and the like, or FILE.toml; for seconds and nodes")
+    edge.add_argument(
+        "--cluster", metavar="CLUSTER", help="8xH100-80G and the like, or FILE.toml; for seconds and nodes"
+    )
     edge.add_argument(
         "--source-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the shards; default: bfloat16"
     )

@@ -18,7 +18,7 @@ from flowrl.cost.text import aligned, size_text, time_text
 from flowrl.errors import RunError
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
-from flowrl.trace import MEMORY, NODE_KIND, STEP, Event, read_trace
+from flowrl.trace import MEMORY, NODE_KIND, RANK, STEP, Event, read_trace
 
 PLAN_FILE, TRACE_FILE = "plan.json", "trace.jsonl"
 """Of a run's folder."""
@@ -203,11 +203,14 @@ class _Iteration:
     def of(cls, events: Sequence[Event]) -> _Iteration:
         start = min(event.start_s for event in events)
         found = cls(max(event.end_s for event in events) - start)
+        by_rank: dict[tuple[str, int], float] = {}
         for event in events:
             name = event.attributes.get(STEP)
             if not isinstance(name, str):
                 continue
-            found.steps_s[name] = found.steps_s.get(name, 0.0) + event.seconds - _inside_s(event, events)
+            whose = name, int(event.attributes.get(RANK, 0))
+            by_rank[whose] = by_rank.get(whose, 0.0) + event.seconds - _inside_s(event, events)
+            found.steps_s[name] = max(found.steps_s.get(name, 0.0), by_rank[whose])  # ranks work at the same time
             found.starts_s[name] = min(found.starts_s.get(name, math.inf), event.start_s - start)
             found.kinds[name] = str(event.attributes.get(NODE_KIND, ""))
             for key in MEMORY:
@@ -219,7 +222,12 @@ class _Iteration:
 def _inside_s(event: Event, events: Sequence[Event]) -> float:
     """Seconds of steps inside a node that is a step as well: a refill's own work is what its rounds leave."""
     inside = f"{event.node}/"
-    return sum(one.seconds for one in events if one.node.startswith(inside) and STEP in one.attributes)
+    rank = event.attributes.get(RANK)
+    return sum(
+        one.seconds
+        for one in events
+        if one.node.startswith(inside) and STEP in one.attributes and one.attributes.get(RANK) == rank
+    )
 
 
 def _measured(step: Step, iterations: Sequence[_Iteration]) -> StepMeasured:

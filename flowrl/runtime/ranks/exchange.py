@@ -124,15 +124,18 @@ class Exchange:
         self._post(f"-1/end/{self.rank}", None)
         self._get("-1/end", range(self.board.world), "the end of the run")
         for step in list(self._files):
-            self._forget(step)
+            self._remove(step)
         self.board.drop(posted)
         self._posted.clear()
 
-    def _forget(self, step: int) -> None:
+    def _remove(self, step: int) -> None:
         folder = self.board.folder
         for name in self._files.pop(step, ()):
             if folder is not None:
                 (folder / name).unlink(missing_ok=True)
+
+    def _forget(self, step: int) -> None:
+        self._remove(step)
         # whoever has ended this step has been through the end of the one before, which read `done` of the one before that
         self.board.drop(self._posted.pop(step - 2, ()))
 

@@ -78,6 +78,23 @@ def run_ranks(
         raise
 
 
+def check_ranks(
+    flow: Flow | Graph,
+    *,
+    plan: Plan,
+    world: int,
+    seed: int = 0,
+    options: Options | None = None,
+    **inputs: Any,
+) -> None:
+    """Refuse what `run_ranks` would refuse before it opens a model, without being a rank. Errors: as of `run_ranks`."""
+    settings = options or Options()
+    graph, _ = without_drift(flow.graph() if isinstance(flow, Flow) else flow, allowed=settings.allow_drift)
+    prepared = prepare(graph, inputs, settings, seed)
+    bind_ranks(plan, prepared.graph, prepared.models, world=world, allow_drift=settings.allow_drift)
+    places_of(plan, prepared.graph)
+
+
 def _run(
     flow: Flow | Graph,
     plan: Plan,

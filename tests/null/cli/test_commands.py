@@ -27,8 +27,8 @@ OPTIONS = {
     "check": ["--config", "--help", "--settings", "--traceback", "TARGET"],
     "show": ["--config", "--format", "--help", "--optimised", "--traceback", "--until", "TARGET"],
     "run": [
-        "--config", "--data", "--engine", "--help", "--model", "--seed", "--set", "--settings", "--steps", "--traceback",
-        "TARGET",
+        "--config", "--data", "--engine", "--help", "--model", "--nproc", "--plan", "--seed", "--set", "--settings", "--steps",
+        "--timeout-s", "--traceback", "TARGET",
     ],
     "plan": [
         "--cluster", "--config", "--help", "--html", "--json", "--lora", "--model", "--out", "--placement", "--prompt-tokens",

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rank_jobs
 
 import flowrl as fr
 from flowrl.engines.launch.spawn import run_job
 from flowrl.runtime.ranks import run_ranks
 from flowrl_operators import advantages, losses
-
-import rank_jobs
 
 PROMPTS = [{"prompt_id": f"p{i}", "prompt": f"{i}+1="} for i in range(8)]
 
