@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from flowrl.engines.calibrate.worker import end_with_parent
 from flowrl.engines.mesh.guard import Patience
 from flowrl.engines.mesh.host import MeshHost, open_on_mesh
 from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.engines.mesh.sources import Safetensors
 from flowrl.errors import FlowError
 from flowrl.mesh import Layout
 from tests.distributed.mesh_cases import (
@@ -144,11 +146,19 @@ def from_files(mesh: RankMesh, folder: Path) -> Any:
     """Read from safetensors, several files; trained a little and written."""
     case = CASES["smollm"]
     model = replace(model_of(case), source=folder / "smollm", tokenizer=Letters())
-    host = open_on_mesh("files", model, uses_of(case), mesh, seed=0)
+    names: set[str] = set()
+    read = Safetensors.read
+
+    def noted(source: Safetensors, name: str) -> Any:
+        names.add(name)
+        return read(source, name)
+
+    with mock.patch.object(Safetensors, "read", noted):
+        host = open_on_mesh("files", model, uses_of(case), mesh, seed=0)
     before = scored(host, case)
     report = metrics_of(host.update(job_of(case, 0)))
     host.save(str(folder / f"written-{mesh.layout}"))
-    return {"before": before, "report": report, "after": scored(host, case)}
+    return {"read": names, "before": before, "report": report, "after": scored(host, case)}
 
 
 def scoring(mesh: RankMesh, folder: Path) -> Any:

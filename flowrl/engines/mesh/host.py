@@ -45,11 +45,15 @@ def open_on_mesh(
     if "generate" in uses:
         _no_sampler(name)
     loaded, source = _on_host(name, model, uses, seed)
-    refuse_untrained(name, model, loaded, uses)
-    return MeshHost(name, model, loaded, uses, mesh, source=source, compile_backend=compile_backend)
+    try:
+        refuse_untrained(name, model, loaded, uses)
+        return MeshHost(name, model, loaded, uses, mesh, source=source, compile_backend=compile_backend)
+    finally:
+        if source is not None:
+            source.close()
 
 
-def _on_host(name: str, model: Model, uses: frozenset[str], seed: int) -> tuple[Loaded, Source | None]:
+def _on_host(name: str, model: Model, uses: frozenset[str], seed: int) -> tuple[Loaded, Safetensors | None]:
     """The module on the host; with a source, its parameters are on the meta device."""
     if model.head == "lm" and isinstance(model.source, str | Path):
         place = find_pretrained(name, model.source)
