@@ -51,7 +51,7 @@ def plan(args: argparse.Namespace) -> int:
     problem, graph = _asked(args)
     found = search(problem)
     if found.best is None:
-        return _refuse(problem, args.json)
+        return _refuse(problem, graph, args.json)
     made = plan_found(found, graph)
     if args.out is not None:
         _write(made, args.out)
@@ -77,7 +77,7 @@ def explain(args: argparse.Namespace) -> int:
     problem, graph = _asked(args)
     found = search(problem)
     if found.best is None:
-        return _refuse(problem, args.json)
+        return _refuse(problem, graph, args.json)
     if args.alt is None:
         _say(reasons_of(problem, graph, found), args.json)
         return OK
@@ -206,7 +206,7 @@ def _read_workload(path: str) -> Parts:
 
 
 def _batch(recipe: Recipe) -> int | None:
-    """Prompts of a step, where the recipe has data: the batch of its first data set."""
+    """Prompts of an iteration, where the recipe has data: the batch of its first data set."""
     for node in recipe.graph.inputs:
         if node["kind"] == "rows" and node.name in recipe.inputs:
             own = getattr(recipe.inputs[node.name], "batch", None)
@@ -265,7 +265,7 @@ def _verdict(made: Plan, figures: Summary) -> str:
         else "sync"
     )
     return (
-        f"fits: predicted {time_text(figures.seconds)} per step on {cluster.num_devices}x{cluster.device.name}, {kind}"
+        f"fits: predicted {time_text(figures.seconds)} per iteration on {cluster.num_devices}x{cluster.device.name}, {kind}"
     )
 
 
@@ -273,11 +273,11 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     rows = [("placement", str(placement_of(made)))]
     if figures.tokens_per_s is not None:
         rows.append(
-            ("throughput", f"predicted {figures.tokens_per_s:,.0f} tokens/s ({figures.tokens:,} tokens per step)")
+            ("throughput", f"predicted {figures.tokens_per_s:,.0f} tokens/s ({figures.tokens:,} tokens per iteration)")
         )
     if made.max_staleness:
         rows.append(
-            ("latency", f"predicted {time_text(figures.latency_s)} of one step alone, from its first call to its last")
+            ("latency", f"predicted {time_text(figures.latency_s)} of one iteration alone, from its first call to its last")
         )
     for line in binding_lines(figures, made):
         what, _, said = line.partition(": ")
@@ -323,8 +323,8 @@ def calibration(cluster: Cluster) -> str:
     return "published peaks, efficiencies as given: nothing says that they were measured"
 
 
-def _refuse(problem: Problem, as_json: bool) -> int:
-    refusal = refusal_of(problem)
+def _refuse(problem: Problem, graph: Graph, as_json: bool) -> int:
+    refusal = refusal_of(problem, graph)
     print(
         json.dumps({"fits": False, "code": "FR-P01", **asdict(refusal)}, indent=1)
         if as_json
@@ -347,14 +347,14 @@ def refusal_report(problem: Problem, refusal: Refusal) -> str:
     if not refusal.relaxations:
         lines.append("nothing that was tried would fit: use smaller models, or many more devices")
         return "\n".join([*lines, *([f"tried: {tried}"] if tried else [])])
-    rows = [("change", "per step", "")]
+    rows = [("change", "per iteration", "")]
     rows += [(one.what, time_text(one.seconds), _price(one)) for one in refusal.relaxations]
     lines += ["", "would fit (each was planned; seconds are predicted):", *_indented(aligned(rows, "lrl"))]
     return "\n".join([*lines, *([f"not enough alone: {tried}"] if tried else [])])
 
 
 def _price(one: Relaxation) -> str:
-    said = ["a step does less"] * one.changes_work + ["changes numerics"] * one.changes_numerics
+    said = ["an iteration does less"] * one.changes_work + ["changes numerics"] * one.changes_numerics
     return ", ".join(said)
 
 
@@ -363,12 +363,12 @@ def _compare(problem: Problem, graph: Graph, found: Found, args: argparse.Namesp
     ours = plan_found(found, graph)
     asked = replace(problem, placement=_placement(args.alt))
     check_placement(asked)
-    best = f"best   {placement_of(ours)}: predicted {time_text(ours.predicted.seconds)} per step"
+    best = f"best   {placement_of(ours)}: predicted {time_text(ours.predicted.seconds)} per iteration"
     other = search(asked)
     if other.best is None:
         if not args.json:
             print(f"{best}\n")
-        return _refuse(asked, args.json)
+        return _refuse(asked, graph, args.json)
     theirs = plan_found(other, graph)
     changes = difference(ours, theirs)
     if args.json:
@@ -382,7 +382,7 @@ def _compare(problem: Problem, graph: Graph, found: Found, args: argparse.Namesp
     less = theirs.predicted.seconds - ours.predicted.seconds
     verdict = "as fast" if not less else f"{time_text(abs(less))} {'slower' if less > 0 else 'faster'}"
     print(best)
-    print(f"--alt  {placement_of(theirs)}: predicted {time_text(theirs.predicted.seconds)} per step, {verdict}")
+    print(f"--alt  {placement_of(theirs)}: predicted {time_text(theirs.predicted.seconds)} per iteration, {verdict}")
     print(f"\n{changes}")
     return OK
 

@@ -118,7 +118,7 @@ class Host:
     cpu_adam_params_s: float = 2e9
     """Parameters per second of Adam on the CPUs of one node. Reported rates differ sevenfold: measure it."""
     nvme_bytes_s: float = 0.0
-    """To disk, one direction, per node; 0 where offload to disk is not to be planned."""
+    """To disk, one direction, per node. Kept for people: no plan offloads to disk yet, so no prediction depends on it."""
 
     def __post_init__(self) -> None:
         require_positive(self, "memory_bytes", "pcie_bytes_s", "pcie_shared_by", "cpu_adam_params_s")

@@ -37,6 +37,10 @@ class Link:
 class Measured:
     """Seconds of one operation at several sizes, as measured.
 
+    Tables of collectives go before the closed forms (`Cluster.measured_s`). Those of `p2p`, `to_host` and `to_device` are kept
+    for people: handovers and copies are counted with the rates of the cluster and its host. A calibration takes that of the host
+    from the largest size of the slower way.
+
     Example:
         Measured("all_gather", ranks=2, nodes=1, sizes_bytes=(1e6, 1e9), times_s=(3e-5, 2.1e-3))
     """

@@ -6,10 +6,10 @@ report       what a search looked at
 workload     how many prompts, and how long prompts and responses are
 workload_text  the same as people write it: lengths as text, a TOML file
 offered      whether a placement that is asked for can be at all
-roles        the models of a graph, and what each does in a step
+roles        the models of a graph, and what each does in an iteration
 options      the ways to run a role on a mesh
 cells        sets of roles that share a mesh: what fits its memory
-orders       the shortest order of a step's calls
+orders       the shortest order of an iteration's calls
 handover     seconds of new weights on their way to an engine
 problem      what is placed, and what a placement is
 search       the best placement, by branch and bound

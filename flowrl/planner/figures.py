@@ -89,7 +89,7 @@ def summary(plan: Plan, problem: Problem | None = None) -> Summary:
 
 
 def _tokens(problem: Problem) -> int:
-    """Tokens of all sequences that are sampled in a step; of a flow that samples nothing, of those it works on."""
+    """Tokens of all sequences that are sampled in an iteration; of a flow that samples nothing, of those it works on."""
     calls = [call for role in problem.roles for call in role.calls]
     sampled = [call for call in calls if call.work == "generate"]
     mine = sampled or [max(calls, key=lambda call: call.sequences)]

@@ -1,7 +1,8 @@
 """The shortest time of a few tasks that compete for sets of devices: exact, for the search.
 
 A list schedule can become longer when a task becomes shorter (Graham 1969), so it can neither bound nor compare plans safely.
-Here every order is tried where the list schedule does not reach the lower bound; with the dozen calls of a step this is quick.
+Here every order is tried where the list schedule does not reach the lower bound; with the dozen calls of an iteration that is
+quick.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from flowrl.errors import CheckError, ConfigError, PlanError
@@ -17,24 +17,35 @@ from flowrl.graph.checks import find_problems
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.graph.passes import optimise
-from flowrl.graph.schedule import Schedule, Sync
+from flowrl.graph.schedule import Async, Schedule, Sync
 from flowrl.mesh import Cluster
 from flowrl.mesh.placement import Placement
-from flowrl.planner.bound import bound_s
-from flowrl.planner.lower import plan_of
+from flowrl.planner.chosen import plan_found
 from flowrl.planner.offered import check_placement
 from flowrl.planner.options import Choices
-from flowrl.planner.problem import LEAST_CHANGE, Found, Problem, digits, host_bytes
+from flowrl.planner.problem import TIE, Effort, Problem
 from flowrl.planner.relax import explain
-from flowrl.planner.report import Alternative, Searched
 from flowrl.planner.search import search
 from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan
-from flowrl.planner.ties import simplicity, why_simpler
 from flowrl.planner.workload import Workload
+
+__all__ = ["plan", "plan_found", "problem_of"]
 
 HEADS = {"values": "value", "score": "reward"}
 """Kind of a node to the head that its model needs."""
+
+ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "models": ((Mapping,), "a dict from each model of the flow to its name, config or shape"),
+    "cluster": ((Cluster, str), 'a Cluster or the name of one ("8xA100-80G")'),
+    "workload": ((Workload,), "a Workload"),
+    "schedule": ((Sync, Async, NoneType), "Sync() or Async(max_staleness=1)"),
+    "placement": ((Placement, str, NoneType), 'a Placement or its text ("gen:d4t2 | ...")'),
+    "choices": ((Choices, NoneType), "Choices"),
+    "tie": ((int, float), "a part, 0.02,"),
+    "effort": ((Effort, NoneType), "an Effort"),
+}
+"""Of `plan`: the kinds that each may have, and how they are called in errors."""
 
 
 def plan(
@@ -46,6 +57,8 @@ def plan(
     schedule: Schedule | None = None,
     placement: Placement | str | None = None,
     choices: Choices | None = None,
+    tie: float = TIE,
+    effort: Effort | None = None,
 ) -> Plan:
     """The best plan of a flow on a cluster under the cost model. Nothing is loaded and nothing runs.
 
@@ -55,78 +68,32 @@ def plan(
         cluster: a `Cluster`, or the name of one: "8xA100-80G".
         workload: how many prompts, and how long prompts and responses are.
         schedule: `Sync()` or `Async(max_staleness=k)`.
-        placement: what goes where, whole or in part: "gen:d4t2 | (policy:f8 + ref:f8)"; "..." is left to the planner.
+        placement: what goes where, whole or in part: "gen:d4t2 | (policy:f8 + ref:f8)", or a `Placement`; "..." is left to the
+            planner.
         choices: what the planner may choose from, and its calibrated numbers.
+        tie: plans that differ by no more than this part are equal, and the simplest of them is taken; 0: the fastest.
+        effort: how far the search goes, counted and never timed, so that equal problems have equal plans on every machine.
 
-    Errors: CheckError with all problems of the flow; ConfigError for models, a cluster or a placement that make no sense;
-    PlanError (FR-P01) when nothing fits, with the memory that is short and what would fit.
+    Errors: CheckError with all problems of the flow; ConfigError for an argument of another kind, for models, a cluster or a
+    workload that make no sense, and for a placement that names roles the flow does not have or leaves some out, needs more
+    devices or other slices than there are, or gives a role a layout that it never has; TextError for a placement that cannot be
+    read, with the place in its text; PlanError (FR-P01) when nothing fits, with the memory that is short and what would fit.
     """
     problem, graph = problem_of(
-        flow, models=models, cluster=cluster, workload=workload, schedule=schedule, placement=placement, choices=choices
+        flow,
+        models=models,
+        cluster=cluster,
+        workload=workload,
+        schedule=schedule,
+        placement=placement,
+        choices=choices,
+        tie=tie,
+        effort=effort,
     )
     found = search(problem)
     if found.best is None:
-        raise PlanError(str(explain(problem)))
+        raise PlanError(str(explain(problem, graph)))
     return plan_found(found, graph)
-
-
-def plan_found(found: Found, graph: Graph) -> Plan:
-    """The plan of the best that a search has found, with what the search looked at. `graph` is that of `problem_of`.
-
-    The search counts copies of parked state inside the calls that need it; a plan may hide them beside other work. So all that
-    the search kept is planned, and of those that then tie with the fastest (`Problem.tie`) the simplest is taken.
-
-    Errors: PlanError when nothing was found that fits; `flowrl.planner.relax.explain` says why.
-    """
-    if found.best is None:
-        raise PlanError("FR-P01: no plan fits")
-    kept = list({id(one): one for one in (found.best, found.fastest, *found.others) if one is not None}.values())
-    outlooks = [plan_of(found.problem, one, graph, is_exact=False).predicted for one in kept]
-    timed = [
-        replace(one, seconds=outlook.seconds, latency_s=outlook.latency_s)
-        for one, outlook in zip(kept, outlooks, strict=True)
-    ]
-    least = min(range(len(timed)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
-    limit_s = timed[least].seconds * (1 + found.problem.tie)
-    tied = [index for index, one in enumerate(timed) if one.seconds <= limit_s]
-    chosen = min(tied, key=lambda index: (simplicity(found.problem, timed[index]), index))
-    plan = plan_of(found.problem, kept[chosen], graph)
-    timed[chosen] = replace(timed[chosen], seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
-    listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
-    ranked = sorted(listed, key=lambda one: (digits(one.seconds), str(one.placement)))
-    is_faster = timed[least].seconds < timed[chosen].seconds * (1 - LEAST_CHANGE)
-    simpler = why_simpler(found.problem, timed[chosen], timed[least]) if is_faster else ""
-    placed = replace(found, best=timed[chosen], others=tuple(ranked), why_simpler=simpler)
-    # an engine has the weights of its model, without what the trainer adds to them: the trainer's shape says more
-    models = {role.model: role.shape for role in sorted(found.problem.roles, key=lambda role: role.is_trained)}
-    shapes = tuple(sorted(models.items()))
-    known_s = min(one.seconds for one in timed)
-    return replace(plan, models=shapes, searched=_searched(placed, bound_s(found.problem, known_s)))
-
-
-def _searched(found: Found, least_s: float) -> Searched:
-    return Searched(
-        bound_s=least_s,
-        placements=found.placements,
-        simulated=found.simulated,
-        pruned=found.pruned,
-        unfit=found.unfit,
-        is_exhaustive=found.is_exhaustive,
-        seed=found.problem.effort.seed,
-        refused=found.refused,
-        tie=found.problem.tie,
-        why_simpler=found.why_simpler,
-        alternatives=tuple(
-            Alternative(
-                str(one.placement),
-                one.seconds,
-                round(one.peak_bytes),
-                round(max(host_bytes(found.problem.cluster, one.meshes, one.combinations))),
-                found.why_not(one),
-            )
-            for one in found.others
-        ),
-    )
 
 
 def problem_of(
@@ -138,8 +105,16 @@ def problem_of(
     schedule: Schedule | None = None,
     placement: Placement | str | None = None,
     choices: Choices | None = None,
+    tie: float = TIE,
+    effort: Effort | None = None,
 ) -> tuple[Problem, Graph]:
     """What is to be placed, and the graph after pruning and merging. Arguments and errors as of `plan`."""
+    given = {"models": models, "cluster": cluster, "workload": workload, "schedule": schedule, "placement": placement,
+             "choices": choices, "tie": tie, "effort": effort}  # fmt: skip
+    for name, value in given.items():
+        kinds, needed = ARGUMENTS[name]
+        if not isinstance(value, kinds):
+            raise ConfigError(f"plan needs {needed} as {name}; found {value!r} ({type(value).__name__})")
     graph = flow.graph() if isinstance(flow, Flow) else flow
     if not isinstance(graph, Graph):
         raise ConfigError(f"plan needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
@@ -147,17 +122,27 @@ def problem_of(
     if problems:
         raise CheckError(graph.name, problems)
     optimised, _ = optimise(graph)
-    given = {node.name for node in graph.inputs}
+    inputs = {node.name for node in graph.inputs}
     kept = {node.name for node in optimised.inputs if node["kind"] == "weights"}
     heads = _heads(optimised)
     # a model that pruning left without use needs no place; one that the flow does not have is an error further down
     shapes = {
         name: shape_of(source, name, heads.get(name, "lm"))
         for name, source in models.items()
-        if name in kept or name not in given
+        if name in kept or name not in inputs
     }
     placed = Cluster.named(cluster) if isinstance(cluster, str) else cluster
-    problem = Problem.of(optimised, shapes, placed, workload, schedule=schedule, choices=choices, placement=placement)
+    problem = Problem.of(
+        optimised,
+        shapes,
+        placed,
+        workload,
+        schedule=schedule,
+        choices=choices,
+        placement=placement,
+        tie=tie,
+        effort=effort,
+    )
     check_placement(problem)
     return problem, optimised
 

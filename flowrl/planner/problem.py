@@ -25,6 +25,8 @@ LEAST_CHANGE = 5e-4
 LEAST_CAUSE = 0.25
 """Part of a difference in seconds from which one piece of work is named as its cause."""
 GIB = 2**30
+TIE = 0.02
+"""Below this part two plans of one problem cannot be told apart by the cost model. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Problem:
     choices: Choices = field(default_factory=Choices)
     placement: Placement | None = None
     """What the user asks for; where it says "..." the planner chooses."""
-    tie: float = 0.02
+    tie: float = TIE
     """Plans that differ by no more than this part are equal: the cost model cannot tell two plans of one problem apart better.
     Of equal plans the simplest is taken (`flowrl.planner.ties`). 0: the fastest, however little it gains."""
     effort: Effort = field(default_factory=Effort)
@@ -78,7 +80,7 @@ class Problem:
         schedule: Schedule | None = None,
         choices: Choices | None = None,
         placement: Placement | str | None = None,
-        tie: float = 0.02,
+        tie: float = TIE,
         effort: Effort | None = None,
     ) -> Problem:
         """The roles of a graph on a cluster. Raises `ConfigError` for models that do not fit the graph."""
@@ -128,14 +130,14 @@ class Candidate:
     """One complete plan, with what the cost model says of it."""
 
     seconds: float
-    """Of one step; with Async from one version of the weights to the next."""
+    """Of one iteration; with Async from one version of the weights to the next."""
     meshes: tuple[Mesh, ...]
     combinations: tuple[Combination, ...]
     """Of each mesh."""
     busy_s: tuple[float, ...]
-    """For which each mesh is busy in a step."""
+    """For which each mesh is busy in an iteration."""
     latency_s: float
-    """Of one step alone, from its first call to its last."""
+    """Of one iteration alone, from its first call to its last."""
     order: tuple[int, ...]
     """In which calls and handovers (as `Problem.work` lists them) start."""
     work_s: tuple[float, ...]

@@ -91,12 +91,14 @@ def _info(path: Path) -> Mapping[str, Any]:
 
 
 def _batch(path: Path, info: Mapping[str, Any], prompts: int | None) -> int:
-    """Prompts of a step: what all of the run's data sets give at once."""
+    """Prompts of an iteration: what all of the run's data sets give at once."""
     if prompts is not None:
         return prompts
     batches = {name: int(one["batch"]) for name, one in dict(info.get("data", {})).items() if one.get("batch")}
     if len(set(batches.values())) != 1:
-        raise ConfigError(f"run '{path}' does not say how many prompts a step has (batches: {batches}); give prompts=")
+        raise ConfigError(
+            f"run '{path}' does not say how many prompts an iteration has (batches: {batches}); give prompts="
+        )
     return next(iter(batches.values()))
 
 

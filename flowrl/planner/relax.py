@@ -13,17 +13,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowrl.cost.offload import ADAM_8BIT, Offload
+from flowrl.graph.nodes import Graph
+from flowrl.planner.chosen import plan_found
 from flowrl.planner.options import Option
 from flowrl.planner.problem import GIB, Candidate, Effort, Problem, host_bytes
 from flowrl.planner.search import search
 from flowrl.planner.short import least_option
 from flowrl.planner.space import PLENTY, Space
+from flowrl.planner.steps import Plan
+from flowrl.planner.tasks import StepKind
 from flowrl.planner.ties import burden
 from flowrl.planner.workload import Lengths, Workload
 
 LORA_RANK = 16
 FACTORS = (2, 4, 8)
 """By which devices are multiplied, and contexts and batches divided, until a plan fits."""
+LEAST_HOST = 2**21
+"""Bytes of a host below which no plan is looked for that needs less still."""
 QUICK = Effort(branches=30_000, moves=0, alternatives=0)
 """Of each search: whether anything fits, and how fast it is."""
 
@@ -34,14 +40,14 @@ class Relaxation:
 
     what: str
     seconds: float
-    """Predicted, of one step."""
+    """Predicted, of one iteration."""
     changes_numerics: bool = False
     changes_work: bool = False
-    """The step does less: shorter responses, fewer prompts."""
+    """The iteration does less: shorter responses, fewer prompts."""
 
     def __str__(self) -> str:
-        said = [f"predicted {self.seconds:.1f} s per step"]
-        said += ["changes numerics"] * self.changes_numerics + ["less work per step"] * self.changes_work
+        said = [f"predicted {self.seconds:.1f} s per iteration"]
+        said += ["changes numerics"] * self.changes_numerics + ["less work per iteration"] * self.changes_work
         return f"{self.what} ({', '.join(said)})"
 
 
@@ -94,11 +100,14 @@ class _Host:
         )
 
 
-def explain(problem: Problem) -> Refusal:
+def explain(problem: Problem, graph: Graph | None = None) -> Refusal:
     """Why no plan of a problem fits, found by planning again with one limit lifted at a time.
 
-    Each change names what it costs. Those that change the step's work come after those that do not, those that change numerics
-    last. Of a change with a degree (devices, lengths, prompts) the smallest is offered that fits.
+    `graph`: that of the flow, after pruning and merging. With it the seconds of each change are those of the plan that planning
+    with it gives; without, those of the fastest plan, as the search counts them.
+
+    Each change names what it costs. Those that change the iteration's work come after those that do not, those that change
+    numerics last. Of a change with a degree (devices, lengths, prompts) the smallest is offered that fits.
     """
     host = _least_host(problem)
     found: list[Relaxation] = []
@@ -107,10 +116,12 @@ def explain(problem: Problem) -> Refusal:
         for one in ladder:
             best = _best(one.problem)
             if best is not None:
-                what = (
-                    one.what + _offloaded(best) if one.problem.choices.offload != problem.choices.offload else one.what
-                )
-                found.append(Relaxation(what, best.seconds, one.changes_numerics, one.changes_work))
+                seconds, used = best.seconds, _offloaded(best)
+                if graph is not None:
+                    plan = plan_found(search(one.problem), graph)
+                    seconds, used = plan.predicted.seconds, _offloaded_in(plan)
+                what = one.what + used if one.problem.choices.offload != problem.choices.offload else one.what
+                found.append(Relaxation(what, seconds, one.changes_numerics, one.changes_work))
                 break
         else:
             in_vain.append(ladder[-1].what)
@@ -128,6 +139,17 @@ def _offloaded(best: Candidate) -> str:
         for one in best.combinations
         for option in one.options
         if burden(option)
+    ]
+    return f": {', '.join(used)}" if used else ""
+
+
+def _offloaded_in(plan: Plan) -> str:
+    """The same of a plan."""
+    said = [dict(step.settings) for step in plan.steps if step.kind is StepKind.COMPUTE]
+    classes = {str(one["role"]): str(one["offload"]) for one in said if "role" in one and "offload" in one}
+    parked = {str(one["role"]) for one in said if "role" in one and one.get("park_weights")}
+    used = [
+        f"'{role}' {name}" for role, name in sorted(classes.items()) if name != Offload.NONE.value or role in parked
     ]
     return f": {', '.join(used)}" if used else ""
 
@@ -175,7 +197,7 @@ def _least_host(problem: Problem) -> _Host | None:
         if best is None:
             return found
         found = _Host(max(host_bytes(cluster, best.meshes, best.combinations)), best)
-        if found.num_bytes < 2:
+        if found.num_bytes < LEAST_HOST:
             return found
         limit = math.ceil(found.num_bytes) - 1
 
@@ -207,7 +229,7 @@ def _ladders(problem: Problem, host: _Host | None) -> Iterator[tuple[_Try, ...]]
     yield tuple(one for one in shorter if one.problem.workload.longest < workload.longest) or shorter
     fewer = {max(1, workload.prompts // factor) for factor in FACTORS}
     yield tuple(
-        _Try(f"{count} prompts per step", _with_prompts(problem, count), changes_work=True)
+        _Try(f"{count} prompts per iteration", _with_prompts(problem, count), changes_work=True)
         for count in sorted(fewer, reverse=True)
     )
     if ADAM_8BIT not in choices.optimizers:
@@ -229,7 +251,7 @@ def _shorter(problem: Problem, factor: int) -> _Try:
 
 
 def _with_prompts(problem: Problem, count: int) -> Problem:
-    """Fewer prompts: all calls of a step have that part of their sequences."""
+    """Fewer prompts: all calls of an iteration have that part of their sequences."""
     part = count / problem.workload.prompts
     roles = tuple(
         replace(role, calls=tuple(replace(call, sequences=max(1, round(call.sequences * part))) for call in role.calls))

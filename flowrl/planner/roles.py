@@ -1,4 +1,4 @@
-"""Which models a flow keeps on devices, and what each of them does in one step, in order.
+"""Which models a flow keeps on devices, and what each of them does in one iteration, in order.
 
 Read off the graph by the properties of nodes alone; a model's name means nothing. A model is an `input` that gives weights.
 What samples from it is a role of its own (an engine holds weights in its own layout); training and forward passes share one.
@@ -37,11 +37,11 @@ class Call:
     sequences: int
     """Rows it works on, epochs included."""
     after: tuple[str, ...] = ()
-    """Calls of the same step whose results it needs."""
+    """Calls of the same iteration whose results it needs."""
     steps: int = 1
     """Optimizer steps."""
     share: float = 1.0
-    """Of the steps in which it runs: 0.02 for what happens every 50 steps."""
+    """Of the iterations in which it runs: 0.02 for what happens every 50 steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Role:
     shape: ModelShape
     calls: tuple[Call, ...]
     weights_from: str = ""
-    """The role whose new weights it receives once per step; empty for one that keeps its own."""
+    """The role whose new weights it receives once per iteration; empty for one that keeps its own."""
 
     @property
     def is_engine(self) -> bool:
@@ -102,7 +102,7 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
 
 
 def rows_of(graph: Graph, workload: Workload) -> dict[str, float]:
-    """Rows that each node gives in one step (an update: takes), by name; inside a refill `refill.rollout`, of all rounds."""
+    """Rows that each node gives in one iteration (an update: takes), by name; inside a refill `refill.rollout`, of all rounds."""
     reader = _Reader(graph, workload)
     reader.calls()
     found = dict(reader.rows)
@@ -217,7 +217,7 @@ class _Reader:
 
 
 def shares_of(graph: Graph) -> dict[str, float]:
-    """In which part of the steps each node runs: less than 1 only behind an `every`."""
+    """In which part of the iterations each node runs: less than 1 only behind an `every`."""
     shares = {node.name: 0.0 for node in graph}
     for root in graph.roots:
         share = 1.0 / graph[root]["steps"] if graph[root].kind == "every" else 1.0

@@ -72,7 +72,7 @@ class Column:
 
     name: str
     num_bytes: int
-    """Of all rows of a step."""
+    """Of all rows of an iteration."""
     makers: tuple[str, ...]
     """Work that wrote it; none for what the data set brings."""
 
@@ -93,7 +93,7 @@ class RowWork:
     seconds: float = 0.0
     """On the CPUs of one node. Of a call of a model 0: that is the planner's to say."""
     is_whole: bool = False
-    """Whether it must see all rows of a step on one host."""
+    """Whether it must see all rows of an iteration on one host."""
 
     @property
     def is_call(self) -> bool:

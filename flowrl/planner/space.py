@@ -84,13 +84,13 @@ class Space:
 
     def every_option(self, role: int, size: int) -> tuple[Option, ...]:
         """Also those that others beat."""
-        return self._all_options(role, size, self.cluster.with_memory(host_bytes=1))
+        return self._all_options(role, size, self.cluster.with_memory(host_bytes=PLENTY))
 
     def roomy_options(self, role: int, size: int) -> tuple[Option, ...]:
         """Also those that no device holds. Of an engine, which takes a share of what there is, those that there are."""
         if self.roles[role].is_engine:
             return self.every_option(role, size)
-        return self._all_options(role, size, self.cluster.with_memory(device_bytes=PLENTY, host_bytes=1))
+        return self._all_options(role, size, self.cluster.with_memory(device_bytes=PLENTY, host_bytes=PLENTY))
 
     def _all_options(self, role: int, size: int, cluster: Cluster) -> tuple[Option, ...]:
         """Of the layout that is asked for, if one is: also one that the planner would not offer by itself."""
@@ -142,7 +142,7 @@ class Space:
         return self._shapes[split]
 
     def cost(self, shape: Shape, seconds: Sequence[float], latency_s: float | None = None) -> float:
-        """Seconds of a step from those of its parts; without a latency, a bound on them.
+        """Seconds of an iteration from those of its parts; without a latency, a bound on them.
 
         Sync: the latency. Async: `max(load of a set, latency / (max_staleness + 1))`.
         """

@@ -154,7 +154,7 @@ class Workload:
     """
 
     prompts: int
-    """Prompts of one step."""
+    """Prompts of one iteration."""
     prompt_lengths: Lengths
     response_lengths: Lengths
     group_size: int | None = None
@@ -173,14 +173,14 @@ class Workload:
     def of_run(
         cls, path: str | Path, *, prompts: int | None = None, node: str | None = None, last: int = 20
     ) -> Workload:
-        """What a run sampled: the lengths that its folder recorded, its prompts per step and the rounds of a refill.
+        """What a run sampled: the lengths that its folder recorded, its prompts per iteration and the rounds of a refill.
 
         Example:
             fr.plan(grpo, ..., workload=fr.Workload.of_run("runs/grpo-3"))
 
         Args:
             path: the run's folder; the run may still be going on.
-            prompts: of a step; left out, as many as the run took.
+            prompts: of an iteration; left out, as many as the run took.
             node: lengths of this rollout only; left out, of all of them.
             last: steps to take, the newest ones.
 

@@ -88,7 +88,7 @@ class Parts:
         prompts, asked, answered = self.prompts, self.prompt_lengths, self.response_lengths
         if prompts is None or asked is None or answered is None:
             options = (
-                ("--prompts N (of one step)", prompts),
+                ("--prompts N (of one iteration)", prompts),
                 ("--prompt-tokens N or a distribution", asked),
                 ("--response-tokens lognormal:MEAN:SIGMA:CAP (or fixed:N)", answered),
             )

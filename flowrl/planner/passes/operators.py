@@ -1,7 +1,7 @@
 """Pass: a step on the hosts for each operator, and the columns that each step reads.
 
 An operator runs on the hosts of the mesh that made most of the bytes it reads. One that sees rows or groups works on all of its
-hosts at once; one that must see all rows of a step on the first. Its seconds are assumed (`RowConstants`).
+hosts at once; one that must see all rows of an iteration on the first. Its seconds are assumed (`RowConstants`).
 """
 
 from __future__ import annotations

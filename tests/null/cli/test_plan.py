@@ -37,7 +37,7 @@ def test_a_plan(cli: Cli, folder: Path) -> None:
     result = cli("plan", *ASKED, "--out", "plan.json")
     assert result.code == 0 and result.err == ""
     first = result.out.splitlines()[0]
-    assert first.startswith("fits: predicted ") and first.endswith(" per step on 2xA100-80G, sync")
+    assert first.startswith("fits: predicted ") and first.endswith(" per iteration on 2xA100-80G, sync")
     for said in (
         "throughput",
         "tokens/s",
@@ -122,7 +122,7 @@ def test_nothing_fits(cli: Cli, folder: Path) -> None:
     assert result.out.startswith("FR-P01: no plan fits 1xA100-40G (40.0 GiB per device")
     assert "binding: " in result.out
     assert "would fit (each was planned; seconds are predicted)" in result.out
-    assert " devices" in result.out and "per step" in result.out
+    assert " devices" in result.out and "per iteration" in result.out
     told = cli("plan", *asked, "--json")
     found = json.loads(told.out)
     assert told.code == 1 and found["fits"] is False and found["code"] == "FR-P01"

@@ -115,7 +115,15 @@ def test_what_would_fit_does_and_takes_what_is_said(name):
 
 def test_every_kind_of_relaxation_is_tried():
     """Offload, adapters, more devices, shorter context, smaller batches, on a device and of a step."""
-    kinds = ("every class of offload", "LoRA", "devices", "responses", "micro-batches", "prompts per step", "8-bit")
+    kinds = (
+        "every class of offload",
+        "LoRA",
+        "devices",
+        "responses",
+        "micro-batches",
+        "prompts per iteration",
+        "8-bit",
+    )
     helped = {name: explain(problem) for name, problem in SHORT_OF.items()}
     for kind in kinds:
         assert any(
@@ -126,7 +134,7 @@ def test_every_kind_of_relaxation_is_tried():
     assert any("LoRA" in one.what and one.changes_numerics for one in helped["state"].relaxations)
     assert any("devices" in one.what for one in helped["state"].relaxations)
     shorter = next(one for one in helped["activations"].relaxations if "responses" in one.what)
-    assert shorter.changes_work and "less work per step" in str(shorter)
+    assert shorter.changes_work and "less work per iteration" in str(shorter)
 
 
 def test_a_placement_that_does_not_fit():

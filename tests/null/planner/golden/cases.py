@@ -74,7 +74,7 @@ class Case:
 
     @cached_property
     def refusal(self) -> Refusal:
-        return refusal_of(self._posed[0])
+        return refusal_of(*self._posed)
 
     def essence(self) -> dict[str, Any]:
         """What a runtime carries out, and what was predicted of it; or why nothing fits, and what would."""
