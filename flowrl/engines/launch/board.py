@@ -74,6 +74,8 @@ class Board(Protocol):
     world: int
     place: str
     """Where this rank said that it is."""
+    timeout_s: float
+    """Longest wait for another rank in the run at hand."""
     num_runs: int
     """Begun in this job so far; each has keys of its own."""
     folder: Path | None
@@ -117,6 +119,7 @@ class Alone:
     def __init__(self) -> None:
         self.place = ""
         self.num_runs = 0
+        self.timeout_s = 0.0
         self._said: dict[str, bytes] = {}
 
     def post(self, key: str, value: bytes) -> None:

@@ -54,6 +54,7 @@ class FolderBoard:
         """Errors: RunError when the folder has gone."""
         self.rank, self.world = rank, world
         self.num_runs = 0
+        self.timeout_s = 0.0
         self.folder: Path | None = folder
         self._here = folder
         self._count = 0

@@ -206,12 +206,13 @@ class RankExecutor(PlannedExecutor):
                 f"step '{step.name}' of the plan hands over the weights of {', '.join(unknown) or 'no model'}; the run has "
                 f"{', '.join(self.hosts)}"
             )
-        total = 0
+        total, runs = 0, False
         for model in step.reads:
             names = {site.name for site in self.desk.places.others(model) if site.ranks == tuple(step.mesh.devices)}
+            runs |= bool(names & self._behind.get(model, set()))
             total += self._hand_over(model, names)
             total += self.shared[model].publish()
-        return Moved(total, self.desk.engine.handover if total else "the samplers here have these weights already")
+        return Moved(total, self.desk.engine.handover if runs else "the samplers have these weights already")
 
     # ----------------------------------------------------------------------------------------------------------- moves
 

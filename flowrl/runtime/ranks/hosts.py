@@ -41,12 +41,19 @@ class SharedHost:
         if found is None:
             raise RunError(f"model '{name}' was not opened on rank {desk.rank}")
         self._any = found
-        self.tokenizer: Tokenizer = found.tokenizer
         self._main = main
         self._sent: dict[Site, int] = {}
         """Version that each other site was given last; each has the first one by itself."""
 
     # ------------------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._any.tokenizer  # asked for only then: a rank without the model would load one to know
+
+    @tokenizer.setter
+    def tokenizer(self, value: Tokenizer) -> None:
+        raise RunError(f"the tokenizer of model '{self.name}' is that of its weights; give fr.Model(..., tokenizer=)")
 
     @property
     def max_context(self) -> int | None:
@@ -206,6 +213,7 @@ class SharedHost:
     def close(self) -> None:
         for host in self.hosts.values():
             host.close()
+        self._desk.engine.close()
 
     def _main_host(self) -> Host:
         if self._main not in self.hosts:

@@ -68,6 +68,7 @@ def run_ranks(
     settings = (options or Options()).updated(given)
     board = join(timeout_s=timeout_s) if board is None else board
     board.num_runs += 1
+    board.timeout_s = timeout_s
     try:
         return _run(flow, plan, steps, seed, engine, settings, timeout_s, board, inputs)
     except BaseException as error:  # whatever ends this rank ends the others; it is raised again
@@ -139,7 +140,6 @@ def _run(
         board.at("the end of the run")
         observation.close_traces()
         exchange.end()
-    opened.close()
     return run
 
 

@@ -1,0 +1,222 @@
+"""The torch engine on the ranks of a job.
+
+trains or scores, several ranks     sharded as the layout says (`flowrl.engines.mesh`); its ranks call it together
+samples, several ranks              a whole copy on each rank, which samples its own prompts
+one rank                            as without ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+
+from flowrl.engines.host_torch import TorchEngine, TorchHost
+from flowrl.engines.launch.board import Board
+from flowrl.engines.launch.protocol import Site
+from flowrl.engines.loading import find_pretrained, load, tokenizer_of
+from flowrl.engines.mesh.guard import Patience
+from flowrl.engines.mesh.host import open_on_mesh
+from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.engines.mesh.weights import MeshWeights
+from flowrl.engines.protocol import Host
+from flowrl.errors import EngineError, FlowError
+from flowrl.mesh import Layout
+from flowrl.model import Model, Tokenizer
+
+LOOPBACK = "127.0.0.1"
+MEET_S = 300.0
+"""Longest wait for the other ranks to import torch and to come to the job's process group."""
+
+
+class TorchRanks:
+    """See `flowrl.engines.launch.protocol.RankEngine`."""
+
+    name = "torch"
+    handover = "gathered whole on the trainer's ranks, and copied whole through shared memory (no reshard)"
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._meshes: dict[tuple[tuple[int, ...], Layout, str], RankMesh | None] = {}
+        self._has_group = False
+        if torch.cuda.is_available() and board.world > 1:
+            torch.cuda.set_device(board.rank % torch.cuda.device_count())
+
+    def check(self, site: Site, model: Model) -> str:
+        layout, many = site.layout, len(site.ranks) > 1
+        if layout.pp > 1:
+            return f"layout {layout} has pipeline stages, which the torch engine lacks; use pp 1"
+        if many and "generate" in site.uses:
+            if layout.size != layout.dp:
+                return f"it samples with whole copies of the model; found layout {layout}: plan with d{layout.size} for sampling"
+            if model.sampler != "transformers":
+                return f"sampler '{model.sampler}' is opened on one rank only so far; use sampler='transformers'"
+        return ""
+
+    def open(self, site: Site, model: Model, *, seed: int) -> Host | None:
+        host: Host | None = None
+        if not self.shares_rows(site):
+            if self._board.rank in site.ranks:
+                host = TorchEngine().open(site.model, model, site.uses, seed=seed)
+        else:
+            mesh = self._mesh(site, "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda")
+            host = None if mesh is None else open_on_mesh(site.model, model, site.uses, mesh, seed=seed)
+        if host is not None:
+            _writes_when_asked(_torch(host).module)
+        return host
+
+    def elsewhere(self, name: str, model: Model, *, seed: int) -> Host:
+        return cast(Host, _Elsewhere(name, model, seed))
+
+    def shares_rows(self, site: Site) -> bool:
+        return len(site.ranks) > 1 and "generate" not in site.uses
+
+    def export(self, host: Host, *, keep: bool) -> dict[str, np.ndarray]:
+        weights = _torch(host).weights
+        if not isinstance(weights, MeshWeights):
+            return weights.export() if keep else {}
+        weights.keeps = keep
+        try:
+            found = weights.export()
+        finally:
+            weights.keeps = True
+        return found if keep else {}
+
+    def load(self, host: Host, weights: Mapping[str, np.ndarray], version: int) -> int:
+        taker = _torch(host)
+        taker.weights.load(weights)
+        taker.version = version
+        return sum(array.nbytes for array in weights.values())
+
+    def blend(self, host: Host, weights: Mapping[str, np.ndarray], decay: float) -> None:
+        taker = _torch(host)
+        masters = {
+            name: _laid_as(taker, name, array) for name, array in weights.items() if name in taker.weights.masters
+        }
+        buffers = {name: torch.from_numpy(np.array(weights[name])) for name in taker.weights.buffers if name in weights}
+        given = SimpleNamespace(name="of another site", masters=masters, buffers=buffers)
+        taker.weights.blend(cast(Any, given), decay)
+        taker.version += 1
+
+    def close(self) -> None:
+        for mesh in self._meshes.values():
+            if mesh is not None:
+                mesh.close()
+        self._meshes.clear()
+        if self._has_group and dist.is_initialized():
+            self._part()
+            dist.destroy_process_group()
+        self._has_group = False
+
+    def _part(self) -> None:
+        """Rank 0 holds the store, so it is the last to leave: others may still write a model together."""
+        board, key = self._board, f"run{self._board.num_runs}/torch/left"
+        board.post(f"{key}/{board.rank}", b"")
+        if board.rank == 0:
+            try:
+                others = [f"{key}/{rank}" for rank in range(1, board.world)]
+                board.get(
+                    others, timeout_s=self._timeout_s, what=lambda missing: f"for the end of {len(missing)} other ranks"
+                )
+            except FlowError:  # they have failed, and said so: nobody needs the store
+                return
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _mesh(self, site: Site, device: str) -> RankMesh | None:
+        """The process groups of a site; sites that lie alike share them. Every rank of the job comes here for each."""
+        self._begin(device)
+        key = (site.ranks, site.layout, device)
+        if key not in self._meshes:
+            place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+            self._meshes[key] = RankMesh.join(
+                site.layout, f"{site.ranks[0]}-{site.ranks[-1]}:{site.layout}", device=place, ranks=site.ranks,
+                patience=Patience(timeout_s=self._timeout_s),
+            )  # fmt: skip
+        return self._meshes[key]
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._board.timeout_s
+
+    def _begin(self, device: str) -> None:
+        """The job's process group, which all ranks join together, by a store that rank 0 holds."""
+        if self._has_group:
+            return
+        if dist.is_initialized():
+            raise EngineError(
+                "torch.distributed has a process group already, and the ranks of a plan make one of their own; leave "
+                "init_process_group out, or call destroy_process_group before"
+            )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host meet over its own loop
+        board, wait = self._board, timedelta(seconds=MEET_S)
+        key = f"run{board.num_runs}/torch"
+        is_first = board.rank == 0
+        if is_first:
+            store = TCPStore(LOOPBACK, 0, board.world, is_master=True, timeout=wait, wait_for_workers=False)
+            board.post(key, str(store.port).encode())
+        else:
+            port = int(board.get([key], timeout_s=MEET_S, what=lambda _: "for rank 0, which opens the job's store")[0])
+            store = TCPStore(LOOPBACK, port, board.world, is_master=False, timeout=wait)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=board.rank, world_size=board.world,
+            timeout=timedelta(seconds=self._timeout_s),
+        )  # fmt: skip
+        self._has_group = True
+
+
+class _Elsewhere:
+    """A model that other ranks hold: rows that come as text are encoded here as there."""
+
+    version = 0
+    device = ""
+    max_context: int | None = None
+
+    def __init__(self, name: str, model: Model, seed: int) -> None:
+        self.name = name
+        self._model, self._seed = model, seed
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        model = self._model
+        if isinstance(model.source, str | Path):
+            from transformers import AutoConfig
+
+            from flowrl.engines.mesh.sources import empty_module
+
+            place = find_pretrained(self.name, model.source)
+            if "gguf_file" not in place.options:
+                module: nn.Module = empty_module(self.name, AutoConfig.from_pretrained(place.path, **place.options))
+                return tokenizer_of(self.name, model, module, place)[0]
+        return load(self.name, replace(model, device="cpu"), seed=self._seed, trains=False).tokenizer
+
+    def close(self) -> None:
+        pass
+
+
+def _writes_when_asked(module: nn.Module) -> None:
+    """Transformers writes a model on rank 0 of a job only, and passes over others without a word. Here whoever is asked writes:
+    one rank of those that hold the model."""
+    if hasattr(module, "should_save_on_this_rank"):
+        module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
+
+
+def _laid_as(host: TorchHost, name: str, array: np.ndarray) -> Tensor:
+    return host.weights.placed(array, host.weights.masters[name])
+
+
+def _torch(host: Host) -> TorchHost:
+    if not isinstance(host, TorchHost):
+        raise EngineError(f"the torch engine has torch models; '{host.name}' is a {type(host).__name__}")
+    return host
