@@ -9,7 +9,9 @@ and no layer is faster than the host starts its kernels. The head and its loss a
         + [C_head/(F·eta) + k_v·V·T/(B·eta_hbm)] / G
 
 k counts passes over the bytes that a layer keeps for its backward pass, k_v bytes per logit, k_w bytes per parameter and
-micro-batch (gathered weights are cast and copied, gradients cast, copied and added), m micro-batches on a device. The smaller a
+micro-batch (gathered weights are cast and copied, gradients cast, copied and added), m micro-batches on a device. Figures of
+training are those with recomputation; without it, k and the starts go down with the products (3 of 4 passes remain, with adapters
+2 of 3), so that they follow from what training took and from nothing else. The smaller a
 model and a micro-batch, the larger the part of what is not a product: one efficiency cannot stand for all. Cluster figures that
 were not measured have all k and start 0, and an efficiency that stands for everything.
 """
@@ -72,15 +74,14 @@ def train_compute_s(
 ) -> float:
     """Forward and backward passes over sequences of the given lengths, spread over `devices`, with sharded weights.
 
-    What is done beside products is without recomputation what it is with it, less one forward pass.
+    Without recomputation one forward pass less is done: of products, and of what is done beside them.
     """
     beside, part, tokens = cluster.overheads, cluster.efficiency, sum(lengths)
-    passes, start_s = beside.train_passes, beside.train_layer_s
-    if not recompute:
-        passes = max(0.0, passes - beside.forward_passes)
-        start_s = max(0.0, start_s - beside.forward_layer_s)
     attention = (4 if recompute else 3) * forward_flops(shape, lengths).attention
-    times = (2 if shape.lora is not None else 3) + (1 if recompute else 0)
+    kept = 2 if shape.lora is not None else 3
+    times = kept + (1 if recompute else 0)
+    share = times / (kept + 1)
+    passes, start_s = share * beside.train_passes, share * beside.train_layer_s
     work = _Work(
         products=train_flops(shape, lengths, recompute=recompute) - attention,
         attention=attention,

@@ -5,7 +5,9 @@ A field that a `config.json` leaves out has the default of its architecture in T
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import resources
@@ -13,6 +15,7 @@ from typing import Any
 
 from flowrl.cost.shapes import Experts, LatentAttention, ModelShape
 from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
 
 Fields = dict[str, Any]
 """Arguments of a `ModelShape`."""
@@ -43,6 +46,11 @@ LEFT_OUT: Mapping[str, Mapping[str, int]] = {
 """Values that configs of an architecture may leave out."""
 
 
+VARIANT = re.compile(r"-(?:instruct|chat|it|base|pt|hf)(?=-|$)")
+"""What names of models trained further from one another add, in lower case. Of all models known here, the variants that are
+published under such names have the same shape; a release with a number of its own (`-Instruct-2507`, `-v0.2`) is another name."""
+
+
 class _Config:
     """A config read by name, with errors that say what is missing."""
 
@@ -70,6 +78,10 @@ class _Config:
 def shape_of_config(source: Mapping[str, Any] | object) -> ModelShape:
     """The shape a config describes. ConfigError for an architecture whose modules are not known here."""
     config = _Config(source)
+    if not config.kind:
+        raise ConfigError(
+            f"the config has no model_type, so its architecture is not known; known are {', '.join(sorted(FAMILIES))}"
+        )
     if config.kind not in FAMILIES:
         nested = config.get("text_config")
         hint = "; pass its text_config for the language model alone" if nested is not None else ""
@@ -83,16 +95,33 @@ def shape_of_config(source: Mapping[str, Any] | object) -> ModelShape:
 
 
 def shape_of_name(name: str) -> ModelShape:
-    """The shape of a known model, by its full name or the part after the slash, in any case."""
+    """The shape of a known model, by its full name or the part after the slash, in any case.
+
+    Variants for instructions and chat have the shape of the model that they were trained from: `Qwen/Qwen2.5-7B-Instruct`.
+    """
     known = known_models()
-    by_short = {key.rsplit("/", 1)[-1].lower(): key for key in known}
-    key = next((key for key in known if key.lower() == name.lower()), by_short.get(name.lower()))
+    key = next((key for key in known if key.lower() == name.lower()), None) or _by_short_name(name, known)
     if key is None:
+        shorts = {key.rsplit("/", 1)[-1].lower(): key for key in known}
+        wanted = VARIANT.sub("", name.lower().rsplit("/", 1)[-1])
+        close = difflib.get_close_matches(wanted, shorts, n=3)
+        near = f"did you mean {' or '.join(shorts[one] for one in close)}?" if close else nearest("", known) + "."
         raise ConfigError(
-            f"no shape is known for {name!r}; known are {', '.join(sorted(known))}. "
-            "Give its config to ModelShape.from_config instead"
+            f"no shape is known for {name!r}; {near} Give its config instead: a folder with the model's config.json, or "
+            f"that file (--model NAME=FOLDER/config.json; in Python also ModelShape.from_config)"
         )
     return shape_of_config(known[key])
+
+
+def _by_short_name(name: str, known: Mapping[str, Any]) -> str | None:
+    owner, _, short = name.lower().rpartition("/")
+    shortened: tuple[Callable[[str], str], ...] = (str, lambda text: VARIANT.sub("", text))
+    for shorten in shortened:
+        for key in known:
+            its_owner, _, its_short = key.lower().rpartition("/")
+            if owner in ("", its_owner) and shorten(short) == shorten(its_short):
+                return key
+    return None
 
 
 @lru_cache(maxsize=1)

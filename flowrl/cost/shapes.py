@@ -135,6 +135,7 @@ class LoRA:
 
     rank: int
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Each must be a matrix of the model."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.targets:
@@ -211,7 +212,9 @@ class ModelShape:
         return replace(self, head=head)
 
     def with_lora(self, rank: int, targets: tuple[str, ...] | None = None) -> ModelShape:
-        return replace(self, lora=LoRA(rank) if targets is None else LoRA(rank, targets))
+        """The same with adapters. `targets` left out: on all matrices of attention and feed-forward blocks that the model has; a
+        mixture's experts are no matrices (a layer's are one tensor of three axes) and get none."""
+        return replace(self, lora=LoRA(rank, _usual_targets(self) if targets is None else targets))
 
     # ------------------------------------------------------------------------------------------------------ tensors
 
@@ -417,6 +420,20 @@ def _mixture(shape: ModelShape, experts: Experts) -> Iterator[Weight]:
         yield from _feed_forward(shape, experts.shared_ffn, f"mlp.{experts.shared_name}")
     if experts.has_shared_gate:
         yield Weight(f"mlp.{experts.shared_name}_gate.weight", (1, h), "router")
+
+
+USUAL_TARGETS = ("q", "k", "v", "qkv", "q_latent", "kv_latent", "kv_up", "o", "gate", "up", "gate_up", "down")
+"""Kinds of matrices that get adapters where nobody names any."""
+
+
+def _usual_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the model's matrices of these kinds, in their order."""
+    found = {
+        weight.name.removesuffix(".weight").rsplit(".", 1)[-1]: None
+        for weight in _weights(shape)
+        if weight.kind in USUAL_TARGETS and len(weight.shape) == 2
+    }
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ is exact where that is small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from flowrl.errors import ConfigError
@@ -40,6 +40,14 @@ class Corrected:
     """(`train`, `forward` or `sample`, measured over predicted seconds of all steps that do this)."""
     left: tuple[str, ...]
     """What was measured and cannot be put down to one figure, or only in part, in words."""
+    changed: tuple[tuple[str, float, float], ...] = ()
+    """(`efficiency.train`, before, after) for each figure that is another one now."""
+
+    def __str__(self) -> str:
+        lines = [f"{work}: measured {ratio:.2f} of what was predicted" for work, ratio in self.ratios]
+        lines += [f"  {name}: {before:.4g} -> {after:.4g}" for name, before, after in self.changed]
+        lines += [f"left: {line}" for line in self.left]
+        return "\n".join(lines) or "nothing was measured, and nothing changed"
 
 
 def corrected(comparison: Comparison, cluster: Cluster, *, weight: float = 1.0) -> Corrected:
@@ -54,6 +62,7 @@ def corrected(comparison: Comparison, cluster: Cluster, *, weight: float = 1.0) 
     """
     if not 0 < weight <= 1:
         raise ConfigError(f"weight is above 0 and at most 1; found {weight!r}")
+    given = cluster
     ratios: list[tuple[str, float]] = []
     left: list[str] = []
     for work in PARTS:
@@ -65,7 +74,7 @@ def corrected(comparison: Comparison, cluster: Cluster, *, weight: float = 1.0) 
         cluster, capped = _scaled(cluster, work, (measured / predicted) ** weight)
         left += capped
     left += _left(comparison, {name for name, _ in ratios})
-    return Corrected(cluster, tuple(ratios), tuple(left))
+    return Corrected(cluster, tuple(ratios), tuple(left), tuple(_changed(given, cluster)))
 
 
 def _work(step: StepMeasured) -> str:
@@ -88,6 +97,15 @@ def _scaled(cluster: Cluster, work: str, ratio: float) -> tuple[Cluster, list[st
     names = [one.name for one in fields(cluster.overheads) if prefix is not None and one.name.startswith(prefix)]
     overheads = replace(cluster.overheads, **{name: getattr(cluster.overheads, name) * ratio for name in names})
     return replace(cluster, efficiency=efficiency, overheads=overheads), capped
+
+
+def _changed(before: Cluster, after: Cluster) -> Iterator[tuple[str, float, float]]:
+    for table in ("efficiency", "overheads"):
+        then, now = getattr(before, table), getattr(after, table)
+        for one in fields(then):
+            here, there = getattr(then, one.name), getattr(now, one.name)
+            if here != there:
+                yield f"{table}.{one.name}", here, there
 
 
 def _left(comparison: Comparison, known: Iterable[str]) -> list[str]:

@@ -41,11 +41,27 @@ def test_traffic_adds_bytes_over_bandwidth():
     assert without == pytest.approx(2 * layers / bandwidth)
 
 
-def test_traffic_that_is_not_recomputed_is_one_forward_less():
-    both = measured(train_passes=7.0, forward_passes=2.0)
-    less = measured(train_passes=5.0)
-    kept = train_compute_s(SHAPE, both, 1, LENGTHS, recompute=False)
-    assert kept == pytest.approx(train_compute_s(SHAPE, less, 1, LENGTHS, recompute=False))
+@pytest.mark.parametrize(("shape", "part"), [(SHAPE, 3 / 4), (SHAPE.with_lora(8), 2 / 3)])
+def test_without_recomputation_traffic_goes_down_with_the_products(shape, part):
+    bandwidth = CLUSTER.device.hbm_bytes_s * CLUSTER.efficiency.hbm
+    layers = shape.layers * activation_token_bytes(shape) * sum(LENGTHS)
+    extra = train_compute_s(shape, measured(train_passes=8.0), 1, LENGTHS, recompute=False)
+    extra -= train_compute_s(shape, CLUSTER, 1, LENGTHS, recompute=False)
+    assert extra == pytest.approx(part * 8 * layers / bandwidth)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_training_takes_what_it_was_measured_to_take_whatever_a_forward_pass_takes(recompute):
+    train = {"train_passes": 7.0, "train_layer_s": 2e-3, "train_logit_bytes": 30.0}
+
+    def seconds(**others):
+        return train_compute_s(SHAPE, measured(**(train | others)), 1, LENGTHS, recompute=recompute)
+
+    for passes, layer_s in ((0.5, 1e-4), (2.0, 1e-3), (20.0, 1e-1)):
+        assert seconds(forward_passes=passes, forward_layer_s=layer_s, forward_logit_bytes=passes) == seconds()
+    for name, value in train.items():  # and what is slower takes no less
+        assert seconds(**{name: 2 * value}) >= seconds() >= seconds(**{name: value / 2})
+    assert seconds(train_passes=14.0, train_layer_s=4e-3) > seconds()
 
 
 def test_a_score_head_has_no_logits():
@@ -69,7 +85,7 @@ def test_few_tokens_take_as_long_as_their_kernels_take_to_start():
     critic = replace(SHAPE, head="value")  # nothing after the layers
     assert forward_s(critic, starts, 1, [8]) == pytest.approx(SHAPE.layers * 1e-3)
     assert train_compute_s(critic, starts, 1, [8, 8], micro_batches=2) == pytest.approx(2 * SHAPE.layers * 4e-3)
-    assert train_compute_s(critic, starts, 1, [8], recompute=False) == pytest.approx(SHAPE.layers * 3e-3)
+    assert train_compute_s(critic, starts, 1, [8], recompute=False) == pytest.approx(SHAPE.layers * 3 / 4 * 4e-3)
     assert train_compute_s(critic, starts, 2, [8], pipeline=2) == pytest.approx(SHAPE.layers * 2e-3)
     many = [4096] * 64
     assert train_compute_s(critic, starts, 1, many) == train_compute_s(critic, CLUSTER, 1, many)

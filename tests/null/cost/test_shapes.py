@@ -150,3 +150,47 @@ def test_what_is_not_known_is_said() -> None:
         replace(ModelShape.of("SmolLM2-135M"), kv_heads=2)
     with pytest.raises(ConfigError, match="num_active"):
         Experts(num_experts=4, num_active=5, ffn=8)
+
+
+def test_usual_adapters_are_on_the_matrices_that_a_model_has():
+    def targets(name):
+        return ModelShape.of(name).with_lora(16).lora.targets
+
+    assert targets("Qwen2.5-7B") == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert targets("Qwen3-30B-A3B") == ("q_proj", "k_proj", "v_proj", "o_proj")  # experts are tensors of three axes
+    assert targets("gpt2") == ("c_attn", "c_proj", "c_fc")
+    mixture = ModelShape.of("Qwen3-30B-A3B").with_lora(16)
+    h, q, kv = mixture.hidden, mixture.heads * mixture.head_dim, mixture.kv_heads * mixture.head_dim
+    assert mixture.lora_params() == mixture.layers * 16 * (2 * (h + q) + 2 * (h + kv))
+    with pytest.raises(ConfigError, match="LoRA targets gate_proj, which this model does not have"):
+        ModelShape.of("Qwen3-30B-A3B").with_lora(16, ("q_proj", "gate_proj")).lora_params()
+
+
+@pytest.mark.parametrize(
+    ("variant", "known"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("google/gemma-2-2b-it", "google/gemma-2-2b"),
+        ("google/gemma-3-1b-it", "google/gemma-3-1b-pt"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
+    ],
+)
+def test_variants_have_the_shape_of_their_model(variant, known):
+    assert ModelShape.of(variant) == ModelShape.of(known)
+
+
+@pytest.mark.parametrize(
+    "other", ["mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen3-4B-Instruct-2507", "you/Qwen2.5-7B"]
+)
+def test_other_releases_are_other_models(other):
+    with pytest.raises(ConfigError, match=r"no shape is known for .*; did you mean .*--model NAME=FOLDER/config.json"):
+        ModelShape.of(other)
+
+
+def test_a_config_without_a_kind_says_so():
+    with pytest.raises(ConfigError, match="the config has no model_type"):
+        ModelShape.from_config({"hidden_size": 8})

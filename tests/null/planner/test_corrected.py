@@ -123,3 +123,18 @@ def test_what_no_figure_stands_for_is_named(cluster):
     assert found.cluster == cluster
     assert any(line.startswith("operators (score)") for line in found.left)
     assert any(line.startswith("moves (gen.weights)") for line in found.left)
+
+
+def test_what_it_changed_is_said(cluster):
+    found = corrected(measured(planned(cluster), {**TIMES, "train": 1.0, "sample": 1.0}), cluster)
+    changed = {name: (before, after) for name, before, after in found.changed}
+    assert changed.keys() == {"efficiency.forward", "overheads.forward_passes", "overheads.forward_logit_bytes"}
+    assert changed["overheads.forward_passes"] == (2.0, pytest.approx(1.6))
+    assert "overheads.forward_passes: 2 -> 1.6" in str(found) and "forward: measured 0.80" in str(found)
+
+
+def test_a_correction_of_forward_passes_leaves_updates_alone(cluster):
+    plan = planned(cluster)
+    later = planned(corrected(measured(plan, {**TIMES, "train": 1.0, "forward": 2.0, "sample": 1.0}), cluster).cluster)
+    before, after = seconds_of(plan), seconds_of(later)
+    assert after["update"] == pytest.approx(before["update"]) and after["values"] > 1.9 * before["values"]
