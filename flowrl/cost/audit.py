@@ -50,6 +50,8 @@ class Part:
     host_bytes: int = 0
     """On the host of the device, for this device."""
     is_trained: bool = True
+    whole_fix: str = ""
+    """What to do where it is whole on each device, when that is known; "": `fully_shard` was not called on its module."""
 
     @property
     def device_bytes(self) -> int:
@@ -228,6 +230,10 @@ def _finding(kind: str, parts: Sequence[Part], wasted: float, what: str, fix: st
     return Finding(kind, modules, len(parts), round(wasted), what, fix, wasted > least)
 
 
+def _fixes(parts: Sequence[Part], otherwise: str) -> str:
+    return "; ".join(dict.fromkeys(part.whole_fix or otherwise for part in parts))
+
+
 def _beyond_a_share(parts: Iterable[Part]) -> float:
     return sum((part.device_bytes + part.host_bytes) * (1 - 1 / part.devices) for part in parts)
 
@@ -241,7 +247,7 @@ def _replicated(parts: Sequence[Part], least: float) -> Finding | None:
         mine,
         _beyond_a_share(mine),
         f"whole on each of {devices} devices",
-        "Wrap the root too: fully_shard(model) after its layers",
+        _fixes(mine, "Wrap the root too: fully_shard(model) after its layers"),
         least,
     )
 
@@ -255,7 +261,7 @@ def _replicated_frozen(parts: Sequence[Part], least: float) -> Finding | None:
         mine,
         _beyond_a_share(mine),
         f"frozen, and whole on each of {devices} devices",
-        "Shard frozen weights like trained ones (fully_shard), or cut them by tensor parallelism",
+        _fixes(mine, "Shard frozen weights like trained ones (fully_shard), or cut them by tensor parallelism"),
         least,
     )
 

@@ -34,7 +34,7 @@ class _Widths:
     optimizer: float = 0.0
     on_host: str = ""
 
-    def part(self, weight: Weight, *, held: int, copies: int, devices: int, uneven: float) -> Part:
+    def part(self, weight: Weight, *, held: int, copies: int, devices: int, uneven: float, whole_fix: str) -> Part:
         counts = {"weights": self.weight, "gradients": self.gradient, "optimizer": self.optimizer}
         bytes_of = {name: round(width * held) for name, width in counts.items()}
         away = {name: count if name in self.on_host.split() else 0 for name, count in bytes_of.items()}
@@ -52,6 +52,7 @@ class _Widths:
             uneven_bytes=round(self.weight * uneven),
             host_bytes=sum(away.values()),
             is_trained=self.gradient > 0,
+            whole_fix=whole_fix,
         )
 
 
@@ -148,7 +149,24 @@ class _Placed:
             copies=copies,
             devices=devices,
             uneven=max(0.0, fullest - weight.num_params * copies / devices) if mine else 0.0,
+            whole_fix=_whole_fix(self.layers.layout),
         )
+
+
+def _whole_fix(layout: Layout) -> str:
+    """Why a parameter can be whole under a layout, and what would cut it; "" where wrapping its module would."""
+    if layout.fsdp > 1:
+        return ""
+    if layout.tp > 1:
+        return f"Tensor parallelism does not cut them; shards would: {_sharded(layout)}"
+    return f"The layout keeps copies; shards would cut them: {_sharded(layout)}"
+
+
+def _sharded(layout: Layout) -> str:
+    """A layout of as many devices with shards: copies become shards; without copies, half of the tensor parallelism does."""
+    if layout.dp > 1:
+        return str(replace(layout, dp=1, fsdp=layout.dp))
+    return str(replace(layout, fsdp=2, tp=layout.tp // 2)) if layout.tp % 2 == 0 else "f instead of t"
 
 
 def _count(boxes: Boxes) -> int:

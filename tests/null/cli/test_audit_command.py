@@ -57,3 +57,8 @@ def test_a_config_of_ones_own(cli: Cli, tmp_path: Path) -> None:
 def test_wrong_usage(cli: Cli, more: tuple[str, ...], message: str) -> None:
     result = cli("audit", *QWEN, "--layout", "f8", *more)
     assert result.code == 2 and message in result.err
+
+
+def test_adapters_of_a_mixture_are_on_attention(cli: Cli) -> None:
+    result = cli("audit", "--model", "Qwen/Qwen3-30B-A3B", "--layout", "f8", "--lora", "16")
+    assert result.code == 0 and "model.layers.*.lora" in result.out and "nothing found" in result.out

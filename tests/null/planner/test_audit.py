@@ -130,3 +130,21 @@ def test_what_makes_no_sense_is_refused(options, message):
         audit_layout(QWEN, F8, **options)
     with pytest.raises(ConfigError, match="no adapters to train"):
         audit_layout(QWEN.with_lora(8), F8, is_frozen=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrap", "remedy"),
+    [
+        ("t8", "all", "Tensor parallelism does not cut them; shards would: f2t4"),
+        ("d2t4", "all", "Tensor parallelism does not cut them; shards would: f2t4"),
+        ("d8", "all", "The layout keeps copies; shards would cut them: f8"),
+        ("f8", "layers", "Wrap the root too: fully_shard(model) after its layers"),
+    ],
+)
+def test_what_would_cut_what_is_whole(layout, wrap, remedy):
+    found = audit_layout(ModelShape.of("Qwen/Qwen3-30B-A3B"), Layout.parse(layout), wrap=wrap)
+    whole = next(one for one in found.findings if one.kind == "replicated")
+    assert whole.fix == remedy
+    if "would" in remedy:  # and it does
+        better = audit_layout(ModelShape.of("Qwen/Qwen3-30B-A3B"), Layout.parse(remedy.rpartition(" ")[2]))
+        assert not any(one.kind == "replicated" for one in better.findings)
