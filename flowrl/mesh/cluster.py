@@ -12,13 +12,30 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flowrl.errors import ConfigError
-from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Overheads, require_positive
+from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Overheads, Product, require_positive
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
 
 _NAME = re.compile(r"(?:([0-9]+)x)?(.+)")
 DEVICES_PER_NODE = 8
+_BYTES = (2**20, "bytes", "24 GiB are 25769803776")
+_BYTES_S = (1e5, "bytes/s", "25 GB/s are 25e9")
+LEAST: Mapping[str, Mapping[str, tuple[float, str, str]]] = {
+    "cluster": {"nvlink_bytes_s": _BYTES_S, "nic_bytes_s": _BYTES_S},
+    "device": {
+        "memory_bytes": _BYTES,
+        "peak_flops": (1e8, "FLOP/s", "165 TFLOP/s are 165e12"),
+        "hbm_bytes_s": _BYTES_S,
+    },
+    "host": {
+        "memory_bytes": _BYTES,
+        "pcie_bytes_s": _BYTES_S,
+        "nvme_bytes_s": _BYTES_S,
+        "cpu_adam_params_s": (1e3, "parameters/s", "2 billion a second are 2e9"),
+    },
+}
+"""Figures below which another unit was meant: (limit, unit, how it is written). No machine that trains a model has less."""
 _Made = TypeVar("_Made")
 
 
@@ -69,14 +86,16 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """A cluster with published figures: "8xA100-80G", "16xH100-80G", "2xH200", "cpu".
+        """A cluster with published figures: "8xA100-80G", "16xH100-80G", "2xH200", "cpu", in any case.
 
         More than eight devices are whole nodes of eight. Host memory and efficiencies are assumed: `dataclasses.replace` them,
         or read a measured cluster from a file.
         """
         match = _NAME.fullmatch(name)
         count, kind = (int(match[1] or 1), match[2]) if match else (1, name)
-        product = DEVICES.get(ALIASES.get(kind, kind))
+        product = _product_named(kind)
+        if product is None and name.endswith(".toml"):
+            raise ConfigError(f"no device is named {name!r}; if it is a file, Cluster.from_toml({name!r}) reads it")
         if product is None:
             raise ConfigError(
                 f"no device is named {kind!r}; {nearest(kind, [*DEVICES, *ALIASES])} A name is <count>x<device>, as 8xA100-80G"
@@ -92,6 +111,11 @@ class Cluster:
         )
 
     @classmethod
+    def of(cls, text: str) -> Cluster:
+        """What a person writes for a cluster: FILE.toml (`from_toml`), else a name (`named`)."""
+        return cls.from_toml(text) if text.endswith(".toml") else cls.named(text)
+
+    @classmethod
     def detect(cls) -> Cluster:
         """The devices of this machine as one node, with published figures where the device is known. Imports torch.
 
@@ -102,6 +126,27 @@ class Cluster:
         return detect()
 
     # ------------------------------------------------------------------------------------------------------ devices
+
+    def check_units(self) -> Cluster:
+        """The cluster itself. Raises `ConfigError` for figures so small that they must be in another unit: `peak_flops = 165`."""
+        for owner, least in LEAST.items():
+            holder = self if owner == "cluster" else getattr(self, owner)
+            for name, (limit, unit, example) in least.items():
+                value = getattr(holder, name)
+                if 0 < value < limit:
+                    raise ConfigError(f"{owner}.{name} is in {unit}, and {value!r} is too little for that: {example}")
+        return self
+
+    @property
+    def is_published(self) -> bool:
+        """Whether peaks and links are the published ones of a named device; memory may be another one."""
+        product = _product_named(self.device.name)
+        if product is None:
+            return False
+        device = replace(product.device, memory_bytes=self.device.memory_bytes)
+        host = replace(product.host, memory_bytes=self.host.memory_bytes, nvme_bytes_s=self.host.nvme_bytes_s)
+        links = (product.nvlink_bytes_s, product.nic_bytes_s)
+        return (device, host, links) == (self.device, self.host, (self.nvlink_bytes_s, self.nic_bytes_s))
 
     @property
     def num_devices(self) -> int:
@@ -164,13 +209,18 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
-        """Read what `to_toml` writes. Raises `ConfigError` for a file that is not TOML, an unknown key or a missing one."""
+        """Read what `to_toml` writes. Fields with a default may be left out.
+
+        Raises `ConfigError` for a file that is not there or not TOML, an unknown key, a missing one or one of another type.
+        """
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the cluster file {path} cannot be read: {error.strerror or error}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not a TOML file: {error}") from error
         try:
-            return _cluster_from(found)
+            return _cluster_from(found).check_units()
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -192,6 +242,12 @@ class Cluster:
         device = self.device if device_bytes is None else replace(self.device, memory_bytes=device_bytes)
         host = self.host if host_bytes is None else replace(self.host, memory_bytes=host_bytes)
         return replace(self, device=device, host=host)
+
+
+def _product_named(name: str) -> Product | None:
+    wanted = name.lower()
+    key = next((key for key in (*DEVICES, *ALIASES) if key.lower() == wanted), name)
+    return DEVICES.get(ALIASES.get(key, key))
 
 
 def _lines(table: Mapping[str, Any]) -> str:

@@ -16,6 +16,9 @@ _KNOWN = (
     (re.compile(r"A100.*40GB"), "A100-40G"),
     (re.compile(r"H100 80GB HBM3"), "H100-80G"),
     (re.compile(r"H200"), "H200"),
+    (re.compile(r"RTX 4090(?! D| Laptop)"), "RTX4090"),
+    (re.compile(r"\bL40S\b"), "L40S"),
+    (re.compile(r"\bB200\b"), "B200"),
 )
 
 

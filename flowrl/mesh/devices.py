@@ -141,17 +141,29 @@ class Product:
 
 
 def _product(
-    name: str, memory_gib: int, peak_flops: float, hbm: float, nvlink: float, nic: float, host: Host
+    name: str, memory_gib: float, peak_flops: float, hbm: float, nvlink: float, nic: float, host: Host
 ) -> Product:
-    return Product(Device(name, memory_gib * GIB, peak_flops, hbm), nvlink, nic, host)
+    return Product(Device(name, round(memory_gib * GIB), peak_flops, hbm), nvlink, nic, host)
 
 
-# Published peaks. Host memory is what common nodes have, not what each has: give your own. Two A100s share one x16 uplink.
+# Published peaks, from the vendor's data sheets: dense bf16 with fp32 sums (half of what is printed with sparsity), bytes of the
+# device's own memory and of its links, one direction. Device memory is about what the driver reports, which is less than what is
+# printed where a part goes to error correction. Host memory is what common nodes have, not what each has: give your own. Two
+# A100s share one x16 uplink.
+#
+# RTX 4090 and L40S have no NVLink: between devices lies PCIe 4.0 x16 (32 GB/s printed), and a 4090's driver copies by way of the
+# host, which halves it. Nobody sells nodes of them with a network of their own: 100 Gb/s for all eight of a node are assumed.
 DEVICES: dict[str, Product] = {
     "A100-40G": _product("A100-40G", 40, 312e12, 1.555e12, 300e9, 25e9, Host(1024 * GIB, 25e9, pcie_shared_by=2)),
     "A100-80G": _product("A100-80G", 80, 312e12, 2.039e12, 300e9, 25e9, Host(1024 * GIB, 25e9, pcie_shared_by=2)),
     "H100-80G": _product("H100-80G", 80, 989e12, 3.35e12, 450e9, 50e9, Host(2048 * GIB, 55e9)),
     "H200": _product("H200", 139, 989e12, 4.8e12, 450e9, 50e9, Host(2048 * GIB, 54e9)),
+    # "NVIDIA Ada GPU Architecture", appendix: 165.2 TFLOP/s, 1008 GB/s, 24 GB
+    "RTX4090": _product("RTX4090", 23.5, 165.2e12, 1.008e12, 16e9, 1.5e9, Host(256 * GIB, 25e9)),
+    # "NVIDIA L40S": 362.05 TFLOP/s, 864 GB/s, 48 GB with error correction, PCIe 4.0 x16
+    "L40S": _product("L40S", 44, 362.05e12, 0.864e12, 32e9, 1.5e9, Host(512 * GIB, 25e9)),
+    # "NVIDIA HGX": eight have 36 PFLOP/s of bf16 with sparsity, 180 GB and 8 TB/s each, NVLink 1.8 TB/s both directions
+    "B200": _product("B200", 178, 2.25e15, 8e12, 900e9, 50e9, Host(2048 * GIB, 55e9)),
     "cpu": _product("cpu", 8, 1e11, 2e10, 1e10, 1e9, Host(16 * GIB, 1e10, cpu_adam_params_s=2.5e8)),
 }
 ALIASES = {
@@ -160,4 +172,8 @@ ALIASES = {
     "H100": "H100-80G",
     "H100-SXM-80G": "H100-80G",
     "H200-141G": "H200",
+    "4090": "RTX4090",
+    "RTX-4090": "RTX4090",
+    "L40S-48G": "L40S",
+    "B200-180G": "B200",
 }

@@ -198,3 +198,66 @@ def test_notes_are_texts(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text("notes = [1]\n" + Cluster.named("cpu").to_toml().replace("notes = []\n", ""))
     with pytest.raises(ConfigError, match="notes"):
         Cluster.from_toml(tmp_path / "cluster.toml")
+
+
+def test_names_are_taken_in_any_case() -> None:
+    assert Cluster.named("8xa100-80g") == Cluster.named("8xA100-80G") == Cluster.named("8xa100")
+    assert Cluster.named("rtx4090") == Cluster.named("4090") and Cluster.named("8xl40s").num_devices == 8
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+    ],
+)
+def test_what_a_driver_calls_known_devices(driver: str, name: str) -> None:
+    cluster = of_gpus([(driver, 10**10)] * 2, 2**36)
+    assert (cluster.device.name, cluster.num_devices) == (name, 2)
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA L40"):
+        with pytest.raises(ConfigError, match="no published figures"):
+            of_gpus([(other, 10**10)], 2**36)
+
+
+def test_a_file_or_a_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "cluster.toml")
+    Cluster.named("2xL40S").to_toml(path)
+    assert Cluster.of(path) == Cluster.of("2xL40S")
+    with pytest.raises(ConfigError, match=r"the cluster file .*nowhere.toml cannot be read: No such file"):
+        Cluster.of(str(tmp_path / "nowhere.toml"))
+    with pytest.raises(ConfigError, match="Cluster.from_toml"):
+        Cluster.named("cluster.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "said"),
+    [
+        ("peak_flops = 312000000000000.0", "peak_flops = 312", "device.peak_flops is in FLOP/s, and 312 is too little"),
+        ("memory_bytes = 85899345920", "memory_bytes = 80", "device.memory_bytes is in bytes, and 80 is too little"),
+        (
+            "nvlink_bytes_s = 300000000000.0",
+            "nvlink_bytes_s = 300.0",
+            "cluster.nvlink_bytes_s is in bytes/s, and 300.0",
+        ),
+        ("pcie_bytes_s = 25000000000.0", "pcie_bytes_s = 25", "host.pcie_bytes_s is in bytes/s, and 25"),
+        ("cpu_adam_params_s = 2000000000.0", "cpu_adam_params_s = 2", "host.cpu_adam_params_s is in parameters/s"),
+    ],
+)
+def test_figures_in_another_unit_are_refused(tmp_path: Path, line: str, wrong: str, said: str) -> None:
+    text = Cluster.named("8xA100-80G").to_toml()
+    assert line in text
+    path = tmp_path / "cluster.toml"
+    path.write_text(text.replace(line, wrong))
+    with pytest.raises(ConfigError, match=said):
+        Cluster.from_toml(path)
+
+
+def test_whose_figures_they_are() -> None:
+    named = Cluster.named("8xA100-80G")
+    assert named.is_published and named.with_memory(device_bytes=2**35, host_bytes=2**40).is_published
+    assert not replace(named, nvlink_bytes_s=1e11).is_published
+    assert not replace(named, device=replace(named.device, peak_flops=1e14)).is_published
+    assert not replace(named, device=replace(named.device, name="ACME")).is_published
