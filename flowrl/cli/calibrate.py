@@ -11,6 +11,7 @@ from flowrl.mesh import Cluster
 
 ENGINE = "flowrl.engines.calibrate"
 """Loaded by name: it imports torch."""
+SHARED = " (half of the host's memory, shared by its processes: give what they may take)"
 
 
 def calibrate(out: Path, *, devices: int | None, quick: bool) -> int:
@@ -31,7 +32,8 @@ def summary(cluster: Cluster) -> str:
     device, part, host = cluster.device, cluster.efficiency, cluster.host
     beside = cluster.overheads
     lines = [
-        ("devices", f"{cluster.num_devices} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each"),
+        ("devices", f"{cluster.num_devices} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each"
+         f"{SHARED if device.name == 'cpu' else ''}"),
         ("products", f"{device.peak_flops / 1e12:.4g} TFLOP/s peak; {_percent(part.train)} of it in training, "
          f"{_percent(part.forward)} in forward passes, {_percent(part.train_attention or part.train)} in attention, "
          f"{_percent(part.decode_flops)} with few tokens"),

@@ -38,7 +38,7 @@ def calibrate(*, devices: int | None = None, quick: bool = False, deadline_s: fl
     """
     import torch
 
-    from flowrl.engines.calibrate.assemble import assemble
+    from flowrl.engines.calibrate.assemble import assemble, rounded
     from flowrl.engines.calibrate.processes import run_workers
 
     found = torch.cuda.device_count()
@@ -51,7 +51,7 @@ def calibrate(*, devices: int | None = None, quick: bool = False, deadline_s: fl
     results = run_workers(count, is_gpu=found > 0, quick=quick, deadline_s=deadline_s)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     now = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
-    cluster = assemble(results, host_bytes=host_bytes, calibrated_at=now.isoformat())
+    cluster = rounded(assemble(results, host_bytes=host_bytes, calibrated_at=now.isoformat()))
     if load > cores / 2:
         busy = (
             f"the machine was busy: load {load:.1f} on {cores} cores before anything was measured; figures are too low"
