@@ -8,13 +8,18 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flowrl import __version__
 from flowrl.errors import ConfigError, FlowError
 from flowrl.schema.columns import nearest
+
+if TYPE_CHECKING:
+    from flowrl.cli.parser import Parser
 
 OK, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -56,12 +61,20 @@ def _command(arguments: list[str]) -> int:
     if unknown:
         command = args.parser
         given = unknown[0].partition("=")[0]
-        hint = nearest(given, command.options) if given.startswith("-") else "no further arguments are taken"
+        hint = _hint(parser, command, given) if given.startswith("-") else "no further arguments are taken"
         raise UsageError(
             f"unknown {'option' if given.startswith('-') else 'argument'} '{given}'; {hint}\n(more: {command.prog} --help)"
         )
     args.arguments = arguments
     return commands.COMMANDS[args.command](args)
+
+
+def _hint(parser: Parser, command: Parser, option: str) -> str:
+    """What an option that a command does not take may have been meant for."""
+    others = sorted({one.prog for one in parser.commands if option in one.options} - {command.prog})
+    if others and not difflib.get_close_matches(option, command.options, n=1, cutoff=0.85):
+        return f"it belongs to {' and '.join(f'`{prog}`' for prog in others[:3])}"
+    return nearest(option, command.options)
 
 
 def _say(arguments: list[str], message: str) -> None:

@@ -234,6 +234,16 @@ class Parser(argparse.ArgumentParser):
         """Option strings of this command."""
         return tuple(name for action in self._actions for name in action.option_strings)
 
+    @property
+    def commands(self) -> tuple[Parser, ...]:
+        """The commands below this one, and those below them."""
+        found: list[Parser] = []
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    found += [one, *one.commands]
+        return tuple(found)
+
 
 def _nearest_choice(message: str) -> str:
     if message.endswith("required: TARGET"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,6 +45,9 @@ from flowrl.planner.workload_text import Parts, parse_lengths, read_parts
 from flowrl.recipe import Recipe, Settings, load, read_settings, settings_of_arguments
 from flowrl.recipe.typed import WrongType, convert
 from flowrl.schema.columns import nearest
+
+_JOINED = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
+"""Between two models in one argument."""
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -125,6 +129,13 @@ def _asked(args: argparse.Namespace) -> tuple[Problem, Graph]:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
+    if args.target.endswith(".json"):
+        raise ConfigError(f"{args.target} is no flow; a plan in a file is read by: flowrl explain {args.target}")
+    joined = next((item for item in args.model if _JOINED.search(item)), None)
+    if joined is not None:
+        raise ConfigError(
+            f"--model takes models one by one, with spaces between them: --model {_JOINED.sub(' ', joined)}"
+        )
     recipe = load(args.target)
     base = Settings() if args.settings is None else read_settings(args.settings, recipe.names)
     said = settings_of_arguments(recipe.names, config=args.config, models=args.model)
@@ -155,7 +166,7 @@ def _source(value: Any) -> Any:
 def _cluster(text: str | None) -> Cluster:
     if text is None:
         raise ConfigError("--cluster: a name such as 8xA100-80G, or a file that flowrl calibrate wrote")
-    return Cluster.from_toml(_existing(text)) if text.endswith(".toml") else Cluster.named(text)
+    return Cluster.of(_existing(text) if text.endswith(".toml") else text)
 
 
 def _existing(path: str) -> str:
@@ -264,9 +275,7 @@ def _verdict(made: Plan, figures: Summary) -> str:
         if made.max_staleness
         else "sync"
     )
-    return (
-        f"fits: predicted {time_text(figures.seconds)} per iteration on {cluster.num_devices}x{cluster.device.name}, {kind}"
-    )
+    return f"fits: predicted {time_text(figures.seconds)} per iteration on {cluster.num_devices}x{cluster.device.name}, {kind}"
 
 
 def _figure_lines(made: Plan, figures: Summary) -> list[str]:
@@ -277,7 +286,10 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
         )
     if made.max_staleness:
         rows.append(
-            ("latency", f"predicted {time_text(figures.latency_s)} of one iteration alone, from its first call to its last")
+            (
+                "latency",
+                f"predicted {time_text(figures.latency_s)} of one iteration alone, from its first call to its last",
+            )
         )
     for line in binding_lines(figures, made):
         what, _, said = line.partition(": ")
@@ -318,9 +330,10 @@ def calibration(cluster: Cluster) -> str:
     if cluster.calibrated_at:
         notes = f"; not measured: {'; '.join(cluster.notes)}" if cluster.notes else ""
         return f"measured on {cluster.calibrated_at}{notes}"
+    peaks = "published peaks" if cluster.is_published else "peaks and links as given"
     if cluster.efficiency == Efficiency():
-        return "published peaks, assumed efficiencies: nothing was measured on this cluster"
-    return "published peaks, efficiencies as given: nothing says that they were measured"
+        return f"{peaks}, assumed efficiencies: nothing was measured on this cluster"
+    return f"{peaks}, efficiencies as given: nothing says that they were measured"
 
 
 def _refuse(problem: Problem, graph: Graph, as_json: bool) -> int:

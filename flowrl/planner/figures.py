@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.cost.text import aligned, size_text, time_text
-from flowrl.mesh import Layout, Mesh
-from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.planner.placed import Chosen, Load, chosen, loads_of, mesh_name, placement_of, role_of, time_line
 from flowrl.planner.problem import LEAST_CHANGE, Problem
 from flowrl.planner.simulate import memory
-from flowrl.planner.steps import Plan, Setting, Step
-from flowrl.planner.tasks import Hold, Lane
+from flowrl.planner.steps import Plan, Setting
+from flowrl.planner.tasks import Hold
+
+__all__ = [
+    "Chosen", "Load", "Phase", "Summary", "alternative_lines", "binding_lines", "chosen", "loads_of", "mesh_name", "overlap_line",
+    "phase_table", "phases", "placement_of", "role_lines", "role_of", "setting_text", "summary", "tie_line",
+]  # fmt: skip
 
 PARTS = 5
 """Of what a step holds, those that a table names."""
-STEPS = 3
-"""Of what makes a mesh busy, those that a line names, as far as they take `LEAST_PART` of the time."""
-LEAST_PART = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one lane of a mesh does for one iteration."""
-
-    mesh: str
-    lane: Lane
-    roles: tuple[str, ...]
-    """Or nodes, where steps name no role."""
-    busy_s: float
-    critical_s: float
-    """Of the critical path."""
-    steps: tuple[tuple[str, float], ...] = ()
-    """With their seconds, the longest first; where iterations do not overlap, those of the critical path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,7 @@ def summary(plan: Plan, problem: Problem | None = None) -> Summary:
         seconds=outlook.seconds,
         latency_s=outlook.latency_s,
         tokens=None if problem is None else _tokens(problem),
-        loads=_loads(plan),
+        loads=loads_of(plan),
         longest=("", 0.0) if longest is None else (longest.name, longest.predicted.seconds),
         device_bytes=outlook.device_bytes,
         device_capacity_bytes=cluster.device.memory_bytes,
@@ -94,44 +80,6 @@ def _tokens(problem: Problem) -> int:
     sampled = [call for call in calls if call.work == "generate"]
     mine = sampled or [max(calls, key=lambda call: call.sequences)]
     return sum(round(call.share * sum(problem.workload.totals(call.sequences))) for call in mine)
-
-
-def mesh_name(plan: Plan, mesh: Mesh) -> str:
-    """`A[8]` for a mesh that the plan names, else its devices: `0-7[8]`."""
-    for name, one in plan.meshes:
-        if (one.first, one.size) == (mesh.first, mesh.size):
-            return f"{name}[{mesh.size}]"
-    return f"{mesh.first}[1]" if mesh.size == 1 else f"{mesh.first}-{mesh.first + mesh.size - 1}[{mesh.size}]"
-
-
-def role_of(step: Step) -> str:
-    """The role whose work a step does, or else its node."""
-    return str(dict(step.settings).get("role", step.node))
-
-
-def _loads(plan: Plan) -> tuple[Load, ...]:
-    critical = set(plan.predicted.critical_path)
-    found: dict[tuple[str, Lane], list[Step]] = {}
-    for step in plan.steps:
-        if step.lanes:
-            found.setdefault((mesh_name(plan, step.mesh), step.lanes[0]), []).append(step)
-    loads = [_load(mesh, lane, steps, critical, bool(plan.max_staleness)) for (mesh, lane), steps in found.items()]
-    if plan.max_staleness:
-        return tuple(sorted(loads, key=lambda one: (-one.busy_s, one.mesh, one.lane)))
-    return tuple(sorted(loads, key=lambda one: (-one.critical_s, one.mesh, one.lane)))
-
-
-def _load(mesh: str, lane: Lane, steps: Sequence[Step], critical: Set[str], is_overlapped: bool) -> Load:
-    on_path = [step for step in steps if step.name in critical]
-    ranked = sorted(steps if is_overlapped else on_path, key=lambda step: (-step.predicted.seconds, step.name))
-    return Load(
-        mesh,
-        lane,
-        tuple(dict.fromkeys(map(role_of, steps))),
-        sum(step.predicted.seconds for step in steps),
-        sum(step.predicted.seconds for step in on_path),
-        tuple((step.name, step.predicted.seconds) for step in ranked),
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -189,43 +137,6 @@ def _level(levels: Sequence[tuple[float, int]], at_s: float) -> int:
     return next((level for moment_s, level in reversed(levels) if moment_s <= at_s), 0)
 
 
-# --------------------------------------------------------------------------------------------------------------- roles
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Where a role stands, and how."""
-
-    mesh: Mesh
-    layout: Layout
-    settings: tuple[tuple[str, Setting], ...]
-
-    @property
-    def offload(self) -> str | None:
-        """Class of offload; None for a role that has nothing to choose there."""
-        found = dict(self.settings).get("offload")
-        return None if found is None else str(found)
-
-
-def chosen(plan: Plan) -> dict[str, Chosen]:
-    """What a plan has chosen for each role, by name."""
-    found: dict[str, Chosen] = {}
-    for step in plan.steps:
-        said = dict(step.settings)
-        if "role" in said and step.layout is not None:
-            settings = tuple((key, value) for key, value in step.settings if key != "role")
-            found.setdefault(str(said["role"]), Chosen(step.mesh, step.layout, settings))
-    return dict(sorted(found.items()))
-
-
-def placement_of(plan: Plan) -> Placement:
-    """What goes where, in the notation in which a placement is asked for."""
-    groups: dict[tuple[int, int], list[Placed]] = {}
-    for name, one in chosen(plan).items():
-        groups.setdefault((one.mesh.first, one.mesh.size), []).append(Placed(name, one.layout.ordered("mod")))
-    return Placement(tuple(Group(tuple(mine)) for _, mine in sorted(groups.items())))
-
-
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
@@ -250,19 +161,8 @@ def setting_text(value: Setting) -> str:
 def binding_lines(found: Summary, plan: Plan) -> list[str]:
     """What takes the time and what takes the memory, a line each."""
     lines: list[str] = []
-    if found.loads:
-        load = found.loads[0]
-        whole = found.seconds if plan.max_staleness else found.latency_s
-        mine = load.busy_s if plan.max_staleness else load.critical_s
-        part = f" ({mine / whole:.0%})" if whole else ""
-        what = "is busy" if plan.max_staleness else "is on the critical path"
-        longest = [
-            f"{name} {time_text(s)} ({s / whole:.0%})" for name, s in load.steps[:STEPS] if s > LEAST_PART * whole
-        ]
-        lines.append(
-            f"time: {load.mesh} ({', '.join(load.roles)}), lane {load.lane}, {what} for {time_text(mine)} of "
-            f"{time_text(whole)}{part}{'; longest there: ' * bool(longest)}{', '.join(longest)}"
-        )
+    if time := time_line(plan):
+        lines.append(f"time: {time}")
     for name, used, capacity, during in (
         ("device", found.device_bytes, found.device_capacity_bytes, f", most during {found.during}"),
         ("host", found.host_bytes, found.host_capacity_bytes, ""),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, Never
 
 from flowrl.errors import CheckError, ConfigError, PlanError
 from flowrl.graph.checks import find_problems
@@ -25,10 +25,12 @@ from flowrl.planner.offered import check_placement
 from flowrl.planner.options import Choices
 from flowrl.planner.problem import TIE, Effort, Problem
 from flowrl.planner.relax import explain
+from flowrl.planner.schedules import schedule_of
 from flowrl.planner.search import search
 from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan
 from flowrl.planner.workload import Workload
+from flowrl.schema.columns import nearest
 
 __all__ = ["plan", "plan_found", "problem_of"]
 
@@ -39,7 +41,7 @@ ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "models": ((Mapping,), "a dict from each model of the flow to its name, config or shape"),
     "cluster": ((Cluster, str), 'a Cluster or the name of one ("8xA100-80G")'),
     "workload": ((Workload,), "a Workload"),
-    "schedule": ((Sync, Async, NoneType), "Sync() or Async(max_staleness=1)"),
+    "schedule": ((Sync, Async, str, NoneType), 'Sync(), Async(max_staleness=1) or their text ("sync", "async:1")'),
     "placement": ((Placement, str, NoneType), 'a Placement or its text ("gen:d4t2 | ...")'),
     "choices": ((Choices, NoneType), "Choices"),
     "tie": ((int, float), "a part, 0.02,"),
@@ -54,20 +56,21 @@ def plan(
     models: Mapping[str, Any],
     cluster: Cluster | str,
     workload: Workload,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     placement: Placement | str | None = None,
     choices: Choices | None = None,
     tie: float = TIE,
     effort: Effort | None = None,
+    **configuration: Never,
 ) -> Plan:
     """The best plan of a flow on a cluster under the cost model. Nothing is loaded and nothing runs.
 
     Args:
         flow: a flow (its default configuration) or a graph: `grpo(group_size=4)`.
         models: for each model of the flow a name or a path, a config (object or dict), an `fr.Model` or a `ModelShape`.
-        cluster: a `Cluster`, or the name of one: "8xA100-80G".
+        cluster: a `Cluster`, the name of one ("8xA100-80G"), or its file ("cluster.toml").
         workload: how many prompts, and how long prompts and responses are.
-        schedule: `Sync()` or `Async(max_staleness=k)`.
+        schedule: `Sync()`, `Async(max_staleness=k)`, or their text: "sync", "async:1".
         placement: what goes where, whole or in part: "gen:d4t2 | (policy:f8 + ref:f8)", or a `Placement`; "..." is left to the
             planner.
         choices: what the planner may choose from, and its calibrated numbers.
@@ -79,6 +82,13 @@ def plan(
     devices or other slices than there are, or gives a role a layout that it never has; TextError for a placement that cannot be
     read, with the place in its text; PlanError (FR-P01) when nothing fits, with the memory that is short and what would fit.
     """
+    if configuration:
+        name = next(iter(configuration))
+        value: object = configuration[name]
+        raise ConfigError(
+            f"plan takes no '{name}'; {nearest(name, ARGUMENTS)}. Configuration of the flow is given to the flow: "
+            f"fr.plan(flow({name}={value!r}), ...)"
+        )
     problem, graph = problem_of(
         flow,
         models=models,
@@ -102,7 +112,7 @@ def problem_of(
     models: Mapping[str, Any],
     cluster: Cluster | str,
     workload: Workload,
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     placement: Placement | str | None = None,
     choices: Choices | None = None,
     tie: float = TIE,
@@ -118,6 +128,7 @@ def problem_of(
     graph = flow.graph() if isinstance(flow, Flow) else flow
     if not isinstance(graph, Graph):
         raise ConfigError(f"plan needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
+    schedule = schedule_of(schedule)
     problems = find_problems(graph, schedule=schedule or Sync())
     if problems:
         raise CheckError(graph.name, problems)
@@ -131,7 +142,7 @@ def problem_of(
         for name, source in models.items()
         if name in kept or name not in inputs
     }
-    placed = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    placed = Cluster.of(cluster) if isinstance(cluster, str) else cluster.check_units()
     problem = Problem.of(
         optimised,
         shapes,

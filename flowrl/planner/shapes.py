@@ -38,6 +38,12 @@ def _read(source: Any) -> ModelShape:
     if isinstance(source, str | Path):
         path = Path(source)
         file = path / "config.json" if path.is_dir() else path
+        if path.is_dir() and not file.is_file():
+            raise ConfigError(
+                f"the folder '{path}' has no config.json; give the folder of a model in Transformers' form"
+            )
+        if not file.is_file() and path.suffix == ".json":
+            raise ConfigError(f"there is no file '{path}'")
         if not file.is_file():
             return ModelShape.of(str(source))
         try:

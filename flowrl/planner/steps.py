@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.cost.shapes import ModelShape
+from flowrl.cost.text import size_text, time_text
 from flowrl.errors import ConfigError
 from flowrl.graph.code import digest
 from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.mesh.placement import Placement
 from flowrl.planner.codec import decode, encode
+from flowrl.planner.placed import placement_of, time_line
 from flowrl.planner.report import Searched
 from flowrl.planner.simulate import Memory, Schedule, lower_bound, memory, period, schedule
 from flowrl.planner.table import table
@@ -42,7 +45,7 @@ class Predicted:
     """Moved by the step, over all devices."""
     memory_bytes: int = 0
     """The most that one of its devices holds while it runs."""
-    holds: tuple[Hold, ...] = ()
+    holds: tuple[Hold, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,14 @@ class Step:
                 f"step '{self.name}' has the layout {self.layout}, which is for {self.layout.size} devices, on a {self.mesh}"
             )
 
+    def __str__(self) -> str:
+        layout = "" if self.layout is None else f", layout {self.layout}"
+        source = "" if self.source is None or self.source == self.mesh else f"{_devices(self.source)} to "
+        return (
+            f"{self.name}: {self.kind} on {source}{_devices(self.mesh)}{layout}; predicted {time_text(self.predicted.seconds)} "
+            f"from {time_text(self.predicted.start_s)}, at most {size_text(self.predicted.memory_bytes)} per device"
+        )
+
     @property
     def devices(self) -> tuple[int, ...]:
         """Of its mesh and of the mesh it moves from, rising."""
@@ -109,8 +120,14 @@ class Outlook:
     host_bytes: int = 0
     """Peak of the host that holds most."""
     critical_path: tuple[str, ...] = ()
-    resident: tuple[Hold, ...] = ()
+    resident: tuple[Hold, ...] = field(default=(), repr=False)
     """Memory that no single step holds: taken all the time, or from one step to another."""
+
+    def __str__(self) -> str:
+        return (
+            f"predicted: {time_text(self.seconds)} per iteration, {time_text(self.latency_s)} from its first step to its last; "
+            f"at most {size_text(self.device_bytes)} per device and {size_text(self.host_bytes)} per host"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +223,26 @@ class Plan(Viewed):
         found = schedule(tasks, devices_per_node=per_node, order=[task.name for task in tasks])
         return found, memory(tasks, found, resident=self.predicted.resident, devices_per_node=per_node)
 
+    @property
+    def placement(self) -> Placement:
+        """What goes where, in the notation in which a placement is asked for."""
+        return placement_of(self)
+
+    @property
+    def bottleneck(self) -> str:
+        """The mesh that takes the time, predicted, and its longest steps."""
+        return time_line(self)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of one iteration; where iterations overlap, from one version of the weights to the next."""
+        return self.predicted.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted, of the device that holds most."""
+        return self.predicted.device_bytes
+
     def column(self, device: int) -> tuple[Step, ...]:
         """The steps of one device, in the order in which it walks them."""
         return tuple(step for step in self.steps if device in step.devices)
@@ -262,9 +299,11 @@ class Plan(Viewed):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """`from_json` of a file."""
+        """`from_json` of a file. Raises `ConfigError` for a file that cannot be read, too."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the plan {path} cannot be read: {error.strerror or error}") from error
         except (ConfigError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -273,6 +312,10 @@ class Plan(Viewed):
     def __str__(self) -> str:
         """The table of steps."""
         return table(self)
+
+
+def _devices(mesh: Mesh) -> str:
+    return f"device {mesh.first}" if mesh.size == 1 else f"devices {mesh.first}-{mesh.first + mesh.size - 1}"
 
 
 def _timed(step: Step, found: Schedule, used: Memory) -> Step:

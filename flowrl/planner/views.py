@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import ConfigError
+from flowrl.graph.flows import Flow
+from flowrl.graph.nodes import Graph
 
 if TYPE_CHECKING:
-    from flowrl.graph.flows import Flow
-    from flowrl.graph.nodes import Graph
     from flowrl.planner.measured import Comparison
 
 VIEWS: dict[str, str] = {}
@@ -28,6 +28,9 @@ def view(name: str, plan: Any, **options: Any) -> str:
         raise ConfigError(
             f"nothing that was imported draws a plan as '{name}' (there are: {known}); import flowrl.viz first"
         )
+    graph = options.get("graph")
+    if graph is not None and not isinstance(graph, Flow | Graph):
+        raise ConfigError(f"a picture needs the flow or graph that was planned as graph; found {graph!r}")
     module, _, function = VIEWS[name].partition(":")
     return str(getattr(importlib.import_module(module), function)(plan, **options))
 

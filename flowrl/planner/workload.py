@@ -156,6 +156,7 @@ class Workload:
     prompts: int
     """Prompts of one iteration."""
     prompt_lengths: Lengths
+    """A whole number is taken too, and stands for prompts that all have this length."""
     response_lengths: Lengths
     group_size: int | None = None
     """Responses of each prompt; None: as many as the rollout says."""
@@ -163,6 +164,22 @@ class Workload:
     """Rounds that a refill takes on average: it samples this many times what it passes on."""
 
     def __post_init__(self) -> None:
+        if _is_count(self.prompt_lengths):
+            object.__setattr__(self, "prompt_lengths", Lengths.fixed(self.prompt_lengths))  # type: ignore[arg-type]
+        for name in ("prompt_lengths", "response_lengths"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, Lengths):
+                hint = (
+                    f": a mean alone says little of sampling. Lengths.lognormal({value}, 0.6, cap={4 * value}) guesses a spread, "
+                    f"Lengths.fixed({value}) is for responses that all have {value} tokens"
+                    if name == "response_lengths" and _is_count(value)
+                    else ""
+                )
+                raise ConfigError(f"a workload needs Lengths as {name}; found {value!r}{hint}")
+        for name in ("prompts", "group_size"):
+            value = getattr(self, name)
+            if not _is_count(value) and (value is not None or name == "prompts"):
+                raise ConfigError(f"a workload needs a whole number as {name}; found {value!r}")
         if self.prompts < 1 or (self.group_size is not None and self.group_size < 1) or not self.rounds >= 1:
             raise ConfigError(
                 f"a workload has at least one prompt, one response of each and one round; found {self.prompts} prompts, "
@@ -207,6 +224,10 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest sequence there can be: a micro-batch must hold it."""
         return self.prompt_lengths.longest + self.response_lengths.longest
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @lru_cache(maxsize=256)

@@ -264,3 +264,41 @@ def test_what_is_no_plan(cli: Cli, folder: Path) -> None:
     assert missing.code == 2 and "there is no file 'b.json'; there are 'a.json'" in missing.err.replace(
         "did you mean", "there are"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "plan.json"), "plan.json is no flow; a plan in a file is read by: flowrl explain plan.json"),
+        (("plan", *ASKED, "--alt", "gen:d2"), "unknown option '--alt'; it belongs to `flowrl explain`"),
+        (
+            ("plan", "flow.py:grpo", "--cluster", "2xH100", "--model", f"policy={SMALL},ref={SMALL}", *WORK),
+            f"with spaces between them: --model policy={SMALL} ref={SMALL}",
+        ),
+        (
+            ("plan", "flow.py:grpo", "--cluster", "4090.toml", "--model", f"policy={SMALL}", *WORK),
+            "there is no file '4090.toml'",
+        ),
+        (
+            ("plan", "flow.py:grpo", "--cluster", "2xh100", "--model", "policy=.", *WORK),
+            "the folder '.' has no config.json",
+        ),
+    ],
+)
+def test_wrong_turns_say_the_way(cli: Cli, folder: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = cli(*arguments)
+    assert result.code == 2 and said in result.err
+
+
+def test_names_in_any_case_and_of_variants(cli: Cli, folder: Path) -> None:
+    models = ("--model", f"policy={SMALL}-Instruct", f"ref={SMALL.lower()}", "--config", "beta=0.1")
+    asked = cli("plan", *ASKED)
+    assert cli("plan", "flow.py:grpo", "--cluster", "2xa100-80g", *models, *WORK).out == asked.out
+
+
+def test_a_cluster_of_ones_own_is_not_called_published(cli: Cli, folder: Path) -> None:
+    named = Cluster.named("2xA100-80G")
+    assert calibration(named).startswith("published peaks, assumed efficiencies")
+    own = replace(named, device=replace(named.device, name="ACME"))
+    assert calibration(own).startswith("peaks and links as given, assumed efficiencies")
+    assert "as given, efficiencies as given" in calibration(replace(own, efficiency=Efficiency(train=0.3)))

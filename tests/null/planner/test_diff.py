@@ -5,7 +5,7 @@ from dataclasses import replace
 from examples.flows.grpo import grpo
 from flowrl.graph.schedule import Async
 from flowrl.mesh import Placement
-from flowrl.planner.diff import diff
+from flowrl.planner.diff import Figure, diff
 from flowrl.planner.planning import plan_found
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
@@ -90,7 +90,7 @@ def test_steps_that_only_one_has_and_order():
     assert figure.after is None and figure.row[2:] == ("", "")
     loose = [replace(step, after=()) for step in ONE.steps]
     turned = diff(replace(ONE, steps=tuple(loose)), replace(ONE, steps=tuple(loose[::-1])))
-    assert turned.is_reordered and "another order" in str(turned)
+    assert turned.is_reordered and "in another order" in str(turned)
 
 
 def test_settings_that_differ():
@@ -107,3 +107,8 @@ def test_predictions_alone():
     found = diff(ONE, replace(ONE, predicted=replace(ONE.predicted, seconds=2 * ONE.predicted.seconds)))
     assert not found.is_equal and not found.changed
     assert "the steps are the same" in str(found) and "+100.0%" in str(found)
+
+
+def test_no_change_is_shown_where_both_read_alike():
+    assert Figure("score, seconds", 2.0e-5, 3.0e-5, "s").row == ("score, seconds", "0.0 ms", "0.0 ms", "")
+    assert Figure("score, seconds", 2.0e-3, 3.0e-3, "s").row == ("score, seconds", "2.0 ms", "3.0 ms", "+50.0%")
