@@ -123,10 +123,12 @@ def _folder() -> Iterator[Path]:
 
 
 def _run_python(block: Block, file: Path, module: ModuleType) -> str:
+    """What the block prints. What is behind a `__main__` guard is run, as by somebody who calls the file."""
     file.write_text(block.text, encoding="utf-8")
+    called = block.text.replace('if __name__ == "__main__":', "if True:")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(block.text, str(file), "exec"), module.__dict__)
+        exec(compile(called, str(file), "exec"), module.__dict__)
     return _plain(out.getvalue())
 
 
