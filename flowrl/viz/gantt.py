@@ -29,7 +29,7 @@ def gantt(scene: Scene, seen: Sequence[Seen] = ()) -> Markup:
     rows: list[Markup] = []
     chain = tuple(bar for bar in scene.bars if bar.is_critical)
     if chain:
-        rows.append(_critical(axis, chain, y))
+        rows.append(_critical(axis, chain, y, is_overlapped=bool(scene.plan.max_staleness)))
         y += ROW + 6
     spans = {one.step: one for one in seen}
     for group in scene.groups:
@@ -51,8 +51,14 @@ def gantt(scene: Scene, seen: Sequence[Seen] = ()) -> Markup:
     )  # fmt: skip
 
 
-def _critical(axis: Axis, chain: Sequence[Bar], y: float) -> Markup:
-    label = text(LEFT - 10, y + 15, "critical path", class_="lane strong", text_anchor="end")
+def _critical(axis: Axis, chain: Sequence[Bar], y: float, *, is_overlapped: bool) -> Markup:
+    label = text(
+        LEFT - 10,
+        y + 15,
+        "critical path, alone" if is_overlapped else "critical path",
+        class_="lane strong",
+        text_anchor="end",
+    )
     bars = [_bar(axis, bar, y, is_main=True, room=(axis.width(bar.end_s - bar.start_s), 0.0)) for bar in chain]
     return tag("g", label, _plot(*bars), class_="critical")
 
@@ -61,10 +67,17 @@ def _head(scene: Scene, group: Group, y: float) -> Markup:
     busy = next((track.busy_s for track in group.tracks if track.lane in (Lane.COMPUTE, Lane.HOST)), 0.0)
     part = busy / scene.makespan_s if scene.makespan_s else 0.0
     words = f"busy {units.percent(part)} of the iteration (predicted)"
+    plan = scene.plan
+    if plan.max_staleness and plan.predicted.seconds:
+        pace = units.percent(min(1.0, busy / plan.predicted.seconds))
+        words = (
+            f"busy for {units.seconds(busy)}: {pace} of the {units.seconds(plan.predicted.seconds)} between versions, "
+            f"{units.percent(part)} of one iteration alone (predicted)"
+        )
     return tag(
         "g",
         line(8, y + 19, WIDTH - 16, y + 19, class_="rule"),
-        text(8, y + 13, fitted(group.name, 560, size=13), class_="group"),
+        text(8, y + 13, fitted(group.name, 400, size=13), class_="group"),
         text(WIDTH - 16, y + 13, words, class_="note", text_anchor="end"),
     )
 

@@ -25,10 +25,11 @@ from flowrl.viz.frame import document, folded, in_frame, json_markup, legend, na
 from flowrl.viz.gantt import gantt
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
+from flowrl.viz.overlap import Overlap, overlap
 from flowrl.viz.palette import KINDS, swatch
 from flowrl.viz.residuals import residuals, sentence, table as residual_table
 from flowrl.viz.scene import GREY, Scene, place_of, scene
-from flowrl.viz.stacks import Stack, stacks, used
+from flowrl.viz.stacks import Stack, overlapping_stacks, stacks, used
 from flowrl.viz.svg import Markup, join, tag
 from flowrl.viz.verdict import Figure, figures, strip
 from flowrl.viz.versions import histogram, version_lane, versions
@@ -54,18 +55,19 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
     shown = figures(drawn, on_devices, on_hosts, graph)
     if isinstance(measured, Comparison) and measured.measured_s is not None:
         shown = (shown[0], _measured_figure(measured), *shown[1:])
+    together = overlap(plan) if plan.max_staleness else None
     parts = [
         section("timeline", "Timeline", timeline(drawn, spans)),
         section("devices", "Devices", _devices(drawn, on_devices)),
-        section("memory", "Memory", _memory(drawn, on_devices, on_hosts, spans)),
+        section("memory", "Memory", _memory(drawn, on_devices, on_hosts, spans, together)),
         section("dataflow", "Dataflow", _dataflow(dataflow(drawn, graph))),
         section("why", "Why this plan", _why(plan)),
     ]
     if spans:
         parts.append(section("measured", "Predicted and measured", predicted_and_measured(drawn, spans)))
-    if plan.max_staleness:
-        parts.append(section("versions", "Versions of the weights", _versions(drawn)))
-    parts.append(section("steps", "Steps", _steps(drawn)))
+    if together is not None:
+        parts.insert(0, section("versions", "Versions of the weights", _versions(drawn)))
+    parts.append(section("steps", "Steps", _steps(drawn, together)))
     body = [_head(plan, shown), navigation(parts), tag("main", *(part.markup for part in parts)), _foot(plan)]
     facts = {
         "data-makespan-s": repr(drawn.makespan_s),
@@ -116,18 +118,21 @@ def _foot(plan: Plan) -> Markup:
 
 
 def timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
-    alone = ""
-    if drawn.plan.max_staleness:
-        alone = (
-            " One iteration alone is drawn; iterations overlap, and one version follows another every "
-            f"{units.seconds(drawn.plan.predicted.seconds)} (predicted): see Versions."
+    plan = drawn.plan
+    chain = "A thick outline is the critical path"
+    if plan.max_staleness:
+        chain = (
+            "One iteration alone is drawn. A thick outline is its critical path, which says how old its rows get. How fast "
+            "versions follow each other depends on the busiest mesh: iterations overlap, and one version follows another every "
+            f"{units.seconds(plan.predicted.seconds)} (predicted), as Versions of the weights shows. A mesh may be idle here and "
+            "work on another iteration meanwhile"
         )
     outlines = " Dashed outlines are measured." if spans else ""
     if any(one.start_s is None for one in spans):
         outlines += " Where no start was measured, they begin at the predicted one."
     words = (
-        f"Predicted: {units.seconds(drawn.makespan_s)} from the first step to the last. A thick outline is the "
-        f"critical path; hatched grey is idle, with what it waits for.{outlines}{alone}"
+        f"Predicted: {units.seconds(drawn.makespan_s)} from the first step to the last. {chain}; hatched grey is idle, with "
+        f"what it waits for.{outlines}"
     )
     kinds = dict.fromkeys(bar.step.kind for bar in drawn.bars if KINDS[bar.step.kind][0])
     roles = [legend(swatch(hue, hatched), name, "r", name) for name, hue, hatched in drawn.roles]
@@ -149,16 +154,30 @@ def _devices(drawn: Scene, on_devices: tuple[Stack, ...]) -> Markup:
 
 
 def _memory(
-    drawn: Scene, on_devices: tuple[Stack, ...], on_hosts: tuple[Stack, ...], spans: tuple[Seen, ...]
+    drawn: Scene,
+    on_devices: tuple[Stack, ...],
+    on_hosts: tuple[Stack, ...],
+    spans: tuple[Seen, ...],
+    together: Overlap | None,
 ) -> Markup:
     words = "Predicted by the simulator that decided whether the plan fits. Devices whose memory is the same are drawn once."
-    if any(one.device_bytes is not None for one in spans):
+    until_s = None
+    if together is not None:
+        alone = max((one.usage.peak_bytes for one in on_devices), default=0)
+        on_devices, on_hosts = overlapping_stacks(together)
+        most = max((one.usage.peak_bytes for one in on_devices), default=0)
+        until_s = max(together.ends_s, default=0.0)
+        words += " Iterations that overlap are drawn, over the same time as in Versions of the weights."
+        if most != alone:
+            words += f" Together they take at most {units.size(most)}; the planner counted one alone, with {units.size(alone)}."
+    elif any(one.device_bytes is not None for one in spans):
         words += " Dashed lines are measured: the most that a device held during a step."
     kinds = [legend(swatch(one.hue, one.hatch), one.name, "c", one.name) for one in used(drawn.plan)]
+    measured = () if together is not None else spans
     drawings: list[Markup] = []
     for name, found in (("devices", on_devices), ("hosts", on_hosts)):
         for index, stack in enumerate(found[:MOST_CHARTS]):
-            drawings.append(tag("figure", memory_chart(stack, drawn, f"mem-{name}-{index}", spans)))
+            drawings.append(tag("figure", memory_chart(stack, drawn, f"mem-{name}-{index}", measured, until_s=until_s)))
         if len(found) > MOST_CHARTS:
             rest = "; ".join(f"{one.name}: {units.size(one.usage.peak_bytes)}" for one in found[MOST_CHARTS:])
             drawings.append(tag("p", f"Not drawn, as they are less full (predicted peaks): {rest}.", class_="lead"))
@@ -170,7 +189,7 @@ def _memory(
 
 
 def _peaks(found: tuple[Stack, ...]) -> Markup:
-    head = ("where", "predicted peak", "of", "at", "during", "consists of")
+    head = ("where", "predicted peak", "of", "at", "when", "consists of")
     rows = []
     for stack in found:
         usage = stack.usage
@@ -179,7 +198,7 @@ def _peaks(found: tuple[Stack, ...]) -> Markup:
             tag("td", units.size(usage.peak_bytes), class_="num"),
             tag("td", units.size(stack.cap_bytes), class_="num"),
             tag("td", units.seconds(usage.peak_s), class_="num"),
-            tag("td", ", ".join(usage.during)),
+            tag("td", stack.when),
             tag("td", parts, class_="wrap"),
         )
         rows.append(tag("tr", tag("th", stack.name, scope="row"), *cells))
@@ -240,7 +259,9 @@ def _versions(drawn: Scene) -> Markup:
     found = versions(drawn)
     words = (
         f"{len(found.published_s)} iterations simulated together. The number in a bar is its iteration; a dashed line is the "
-        "moment at which an iteration is complete and its version of the weights is there. All predicted."
+        "moment at which an iteration is complete and its version of the weights is there. A mesh ends one iteration before it "
+        "computes for the next; iterations overlap between meshes. Devices whose weights change compute nothing meanwhile. All "
+        "predicted."
     )
     return join(
         tag("p", words, class_="lead"), tag("figure", version_lane(drawn, found)),
@@ -248,40 +269,36 @@ def _versions(drawn: Scene) -> Markup:
     )  # fmt: skip
 
 
-def _steps(drawn: Scene) -> Markup:
-    head = (
-        "",
-        "step",
-        "node",
-        "kind",
-        "where",
-        "layout",
-        "start",
-        "seconds",
-        "moved",
-        "memory",
-        "waits for",
-        "reads or moves",
+HEAD = ("", "step", "kind", "where", "layout", "start", "seconds", "moved", "memory", "waits for", "reads or moves")
+
+
+def _steps(drawn: Scene, together: Overlap | None) -> Markup:
+    held = {bar.step.name: bar.step.predicted.memory_bytes for bar in drawn.bars}
+    words = (
+        "In the order in which they start; * is on the critical path. Start, seconds, moved and memory are predicted."
     )
+    if together is not None:
+        held = together.held_bytes()
+        words = (
+            "Of one iteration, in the order in which they start; * is on the critical path of one iteration alone. Start, "
+            "seconds, moved and memory are predicted; memory is the most that a device holds meanwhile, for other iterations too."
+        )
     rows = []
     for bar in drawn.bars:
         step, predicted = bar.step, bar.step.predicted
+        node = tag("small", f" of {step.node}") if step.node != step.name else None
         cells = (
             tag("td", str(bar.index) + ("*" if bar.is_critical else ""), class_="num"),
-            tag("th", step.name, scope="row"),
-            tag("td", step.node),
+            tag("th", step.name, node, scope="row", class_="name"),
             tag("td", str(step.kind)),
             tag("td", place_of(drawn.plan, step), class_="where"),
             tag("td", "" if step.layout is None else str(step.layout), class_="mono"),
             tag("td", units.seconds(bar.start_s), class_="num"),
             tag("td", units.seconds(bar.end_s - bar.start_s), class_="num"),
             tag("td", units.size(predicted.num_bytes) if predicted.num_bytes else "", class_="num"),
-            tag("td", units.size(predicted.memory_bytes), class_="num"),
-            tag("td", ", ".join(step.after)),
-            tag("td", ", ".join(step.reads), class_="wrap"),
+            tag("td", units.size(held[step.name]) if held[step.name] else "", class_="num"),
+            tag("td", ", ".join(step.after), class_="list"),
+            tag("td", ", ".join(step.reads), class_="list"),
         )
         rows.append(tag("tr", *cells, data_k=bar.index))
-    words = (
-        "In the order in which they start; * is on the critical path. Start, seconds, moved and memory are predicted."
-    )
-    return join(tag("p", words, class_="lead"), tag("div", table(head, rows), class_="scroll"))
+    return join(tag("p", words, class_="lead"), tag("div", table(HEAD, rows), class_="scroll steps"))

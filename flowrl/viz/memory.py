@@ -15,7 +15,7 @@ from flowrl.viz.svg import Markup, fitted, join, line, number, picture, rect, ta
 
 TALL, FLAT = 168.0, 64.0
 """Height of the plot; of one in which nothing changes."""
-TOP, BOTTOM = 30.0, 24.0
+TOP, BOTTOM = 34.0, 24.0
 LABEL = 13.0
 """The least height of a layer that carries its name."""
 HEADROOM = 1.04
@@ -23,16 +23,21 @@ SMALL = 0.4
 """Where the peak is a smaller part of what there is, the line of what there is lies above the picture."""
 
 
-def memory_chart(stack: Stack, scene: Scene, name: str, seen: Sequence[Seen] = ()) -> Markup:
+def memory_chart(
+    stack: Stack, scene: Scene, name: str, seen: Sequence[Seen] = (), *, until_s: float | None = None
+) -> Markup:
     """The memory of a stack's first device or host as SVG.
 
     Args:
         name: makes its ids.
         seen: what was measured; of a device, the memory of steps is drawn as dashed lines.
+        until_s: end of what is drawn, where the stack is of several iterations. Then its time is its own, and is not stretched
+            together with that of the timeline.
     """
-    makespan_s = scene.makespan_s
+    makespan_s = scene.makespan_s if until_s is None else until_s
     axis = Axis(makespan_s)
     usage = stack.usage
+    whole = "one iteration" if until_s is None else "iterations that overlap"
     is_small = usage.peak_bytes < SMALL * stack.cap_bytes
     held = [] if stack.is_host else [one for one in seen if _is_on(scene.bar(one.step), stack)]
     measured = max((one.device_bytes or 0 for one in held), default=0)
@@ -40,7 +45,7 @@ def memory_chart(stack: Stack, scene: Scene, name: str, seen: Sequence[Seen] = (
     tall = FLAT if len(stack.moments) <= 2 else TALL
     bottom = TOP + tall
     scale = tall / most if most else 0.0
-    moments = [moment_s for moment_s in stack.moments if moment_s <= makespan_s]
+    moments = [moment_s for moment_s in stack.moments if moment_s < makespan_s or not moment_s]
     below = [0.0] * len(moments)
     areas: list[Markup] = []
     names: list[Markup] = []
@@ -51,26 +56,25 @@ def memory_chart(stack: Stack, scene: Scene, name: str, seen: Sequence[Seen] = (
         below = above
     measured_lines = [_held(axis, scene.bar(one.step), one, bottom, scale) for one in held]
     free = stack.cap_bytes - usage.peak_bytes
-    during = f" during {', '.join(usage.during)}" if usage.during else ""
     words = (
-        f"peak {units.size(usage.peak_bytes)} of {units.size(stack.cap_bytes)} (predicted)"
-        f"{during}, {units.size(abs(free))} {'free' if free >= 0 else 'too much'}"
+        f"peak {units.size(usage.peak_bytes)} of {units.size(stack.cap_bytes)} (predicted), {units.size(abs(free))} "
+        f"{'free' if free >= 0 else 'too much'}{', ' if stack.when else ''}{stack.when}"
     )
     cap_y = TOP if is_small else bottom - stack.cap_bytes * scale
     cap_words = f"all there is: {units.size(stack.cap_bytes)}{', far above this picture ↑' if is_small else ''}"
     peak_x, peak_y = axis.x(usage.peak_s), bottom - usage.peak_bytes * scale
     clip = tag("clipPath", rect(LEFT - 1, 0, WIDTH - LEFT + 1, bottom + 20), id=f"{name}-clip")
     return picture(
-        name, WIDTH, bottom + BOTTOM, f"Predicted memory of {stack.name} over one iteration", f"{stack.name}: {words}",
+        name, WIDTH, bottom + BOTTOM, f"Predicted memory of {stack.name} over {whole}", f"{stack.name}: {words}",
         tag("defs", clip),
         text(8, 16, fitted(stack.name, 420, size=13), class_="group"),
         text(WIDTH - 16, 16, fitted(words, 660), class_="over-cap" if free < 0 else "note", text_anchor="end"),
         _scale(stack, most, bottom, scale), axis.grid(TOP, bottom),
         tag("g", join(*areas, *names, *measured_lines), clip_path=f"url(#{name}-clip)"),
         line(LEFT, cap_y, WIDTH - 16, cap_y, class_="cap far" if is_small else "cap"),
-        text(LEFT + 6, cap_y - 4 if cap_y > TOP + 8 else cap_y + 13, cap_words, class_="capname"),
+        text(WIDTH - 16, cap_y - 4, cap_words, class_="capname", text_anchor="end"),
         tag("g", tag("circle", cx=peak_x, cy=peak_y, r=3.5, class_="peak"), data_x=f"{usage.peak_s:.9g}"),
-        class_="mem", data_most=f"{makespan_s:.9g}",
+        class_="mem", data_most=f"{makespan_s:.9g}" if until_s is None else None,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ KINDS: dict[StepKind, tuple[str, str]] = {
 
 LANES: dict[Lane, str] = {
     Lane.COMPUTE: "compute",
-    Lane.NVLINK: "NVLink",
+    Lane.NVLINK: "links in a node",
     Lane.H2D: "PCIe in (H2D)",
     Lane.D2H: "PCIe out (D2H)",
     Lane.NIC: "network (NIC)",

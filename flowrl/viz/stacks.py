@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flowrl.planner.simulate import Memory, Schedule, Usage, memory
+from flowrl.planner.simulate import Memory, Usage, memory
 from flowrl.planner.steps import Plan
 from flowrl.planner.tasks import Hold
+from flowrl.viz.overlap import Overlap, spoken
 from flowrl.viz.palette import CATEGORIES, Category, category_of
 from flowrl.viz.units import ranges
 
 Levels = tuple[tuple[float, int], ...]
+Keep = Callable[[Hold], Hold]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,39 @@ class Stack:
         return f"{noun}{'s' if len(self.indices) > 1 else ''} {ranges(self.indices)}"
 
     @property
+    def when(self) -> str:
+        """When the peak is, in words: "during update", "all the time"."""
+        *held, last = [level for _, level in self.usage.levels] or [0]
+        if last in (0, self.usage.peak_bytes) and all(level == self.usage.peak_bytes for level in held):
+            return "all the time"
+        return f"during {', '.join(map(spoken, self.usage.during))}" if self.usage.during else ""
+
+    @property
     def moments(self) -> tuple[float, ...]:
         """When a layer changes, rising."""
         return tuple(sorted({moment_s for layer in self.layers for moment_s, _ in layer.levels} | {0.0}))
 
 
 def stacks(plan: Plan) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
-    """Of devices and of hosts, the fullest first. Hosts that hold nothing are left out."""
-    found, total = plan.simulated()
-    parts = {category.name: _only(plan, found, category) for category in used(plan)}
+    """Of devices and of hosts, the fullest first, over one iteration. Hosts that hold nothing are left out."""
+    found, _ = plan.simulated()
+    resident, per_node = plan.predicted.resident, plan.cluster.devices_per_node
+
+    def held(kept: Keep) -> Memory:
+        tasks = [replace(task, holds=tuple(map(kept, task.holds))) for task in plan.tasks]
+        return memory(tasks, found, resident=tuple(map(kept, resident)), devices_per_node=per_node)
+
+    return _both(plan, held)
+
+
+def overlapping_stacks(together: Overlap) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
+    """As `stacks`, over several iterations that overlap."""
+    return _both(together.plan, together.memory)
+
+
+def _both(plan: Plan, held: Callable[[Keep], Memory]) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
+    total = held(lambda hold: hold)
+    parts = {category.name: held(_only(category)) for category in used(plan)}
     devices = _stacks(total.devices, parts, lambda one: one.devices, plan.cluster.device.memory_bytes)
     hosts = _stacks(total.hosts, parts, lambda one: one.hosts, plan.cluster.host.memory_bytes)
     return devices, tuple(stack for stack in hosts if stack.usage.peak_bytes)
@@ -71,15 +97,13 @@ def used(plan: Plan) -> tuple[Category, ...]:
     return tuple(category for category in CATEGORIES if category.name in names)
 
 
-def _only(plan: Plan, found: Schedule, category: Category) -> Memory:
-    """Memory of the holds of one category; the others are there with no bytes."""
+def _only(category: Category) -> Keep:
+    """Keeps the holds of one category; the others are there with no bytes."""
 
     def kept(hold: Hold) -> Hold:
         return hold if category_of(hold) == category else replace(hold, device_bytes=0, host_bytes=0)
 
-    tasks = [replace(task, holds=tuple(map(kept, task.holds))) for task in plan.tasks]
-    resident = tuple(map(kept, plan.predicted.resident))
-    return memory(tasks, found, resident=resident, devices_per_node=plan.cluster.devices_per_node)
+    return kept
 
 
 def _stacks(

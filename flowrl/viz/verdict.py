@@ -10,9 +10,10 @@ from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.mesh.devices import Efficiency
 from flowrl.planner.roles import rows_of
+from flowrl.planner.simulate import period
 from flowrl.planner.tasks import Lane
 from flowrl.viz import units
-from flowrl.viz.palette import LANES
+from flowrl.viz.palette import KINDS, LANES
 from flowrl.viz.scene import Scene
 from flowrl.viz.stacks import Stack
 from flowrl.viz.svg import Markup, join, tag
@@ -66,6 +67,8 @@ def figures(
     device_cap, host_cap = plan.cluster.device.memory_bytes, plan.cluster.host.memory_bytes
     found.append(_memory("device memory", devices, device_cap))
     found.append(_memory("host memory", hosts, host_cap))
+    if (moved := _moves(scene)) is not None:
+        found.append(moved)
     found.append(_optimality(scene))
     found.append(_calibration(scene))
     return tuple(found)
@@ -94,16 +97,52 @@ def _kinds(graph: Graph, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _bottleneck(scene: Scene) -> Figure:
-    """The lane that is busy for most of the time."""
-    tracks = [
-        (track.busy_s, -i, group.name, track.lane) for i, group in enumerate(scene.groups) for track in group.tracks
-    ]
-    if not tracks or not scene.plan.predicted.seconds:
+    """The lane that is busy for most of the time; where iterations overlap and none is busy throughout, how old rows may be."""
+    tracks = [(track, group.name) for group in scene.groups for track in group.tracks]
+    plan = scene.plan
+    whole_s = plan.predicted.seconds
+    if not any(track.bars for track, _ in tracks) or not whole_s:
         return Figure("bottleneck", "none", "nothing takes time")
-    busy_s, _, name, lane = max(tracks)
-    part = min(1.0, busy_s / scene.plan.predicted.seconds)
+    track, name = max(tracks, key=lambda one: one[0].busy_s)
+    busy_s, lane = track.busy_s, track.lane
+    part = min(1.0, busy_s / whole_s)
     what = LANES[lane] if lane is not Lane.HOST else "the CPUs"
-    return Figure("bottleneck", f"{what}, {units.percent(part)} busy", f"predicted, of {name}", part)
+    most_of = max(track.bars, key=lambda bar: bar.end_s - bar.start_s)
+    longest = f"longest is {most_of.step.name} with {units.seconds(most_of.end_s - most_of.start_s)}"
+    if not plan.max_staleness:
+        return Figure("bottleneck", f"{what}, {units.percent(part)} busy", f"predicted, of {name}; {longest}", part)
+    if _is_bound_by_staleness(scene):
+        latency, most = units.seconds(plan.predicted.latency_s), plan.max_staleness + 1
+        note = (
+            f"predicted: an iteration takes {latency} and {most} may be under way; {what} of {name} is busy for "
+            f"{units.percent(part)} of the time"
+        )
+        return Figure("bottleneck", "staleness allowed", note, part)
+    note = f"predicted, of {name}: {units.seconds(busy_s)} of the {units.seconds(whole_s)} between versions; {longest}"
+    return Figure("bottleneck", f"{what}, {units.percent(part)} busy", note, part)
+
+
+def _is_bound_by_staleness(scene: Scene) -> bool:
+    plan = scene.plan
+    pace = period(
+        plan.tasks,
+        max_staleness=plan.max_staleness,
+        devices_per_node=plan.cluster.devices_per_node,
+        order=[task.name for task in plan.tasks],
+    )
+    return pace.is_bound_by_staleness
+
+
+def _moves(scene: Scene) -> Figure | None:
+    """The step that moves most bytes."""
+    total = sum(bar.step.predicted.num_bytes for bar in scene.bars)
+    if not total:
+        return None
+    most = max(scene.bars, key=lambda bar: (bar.step.predicted.num_bytes, -bar.index))
+    num_bytes, took_s = most.step.predicted.num_bytes, most.end_s - most.start_s
+    kind = KINDS[most.step.kind][1]
+    note = f"{kind}, predicted, over all devices, in {units.seconds(took_s)}; all steps move {units.size(total)}"
+    return Figure("moves most", f"{most.step.name}, {units.size(num_bytes)}", note)
 
 
 def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
@@ -111,8 +150,9 @@ def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
         return Figure(name, "none held", f"of {units.size(capacity)}", 0.0)
     fullest = stacks[0]
     peak = fullest.usage.peak_bytes
-    during = f", during {', '.join(fullest.usage.during)}" if fullest.usage.during else ""
-    return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", f"predicted peak{during}", peak / capacity)
+    when = f", {fullest.when}" if fullest.when else ""
+    note = f"predicted peak of {fullest.name}{when}"
+    return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", note, peak / capacity)
 
 
 def _optimality(scene: Scene) -> Figure:
@@ -142,6 +182,7 @@ def _calibration(scene: Scene) -> Figure:
         f"{len(cluster.measured)} tables of measured collectives" if cluster.measured else "no collective was measured"
     )
     said = "efficiencies are FlowRL's defaults" if assumed else "efficiencies differ from the defaults"
+    said += "" if cluster.is_published else ", peaks and links were given"
     return Figure("calibration", value, f"{said}; {links}")
 
 

@@ -1,8 +1,7 @@
 """Iterations that overlap: which version of the weights each mesh works for, and how stale the rows of an update are.
 
-The steps of several iterations are simulated together, as the planner counts them (`unroll`): an iteration begins when the one
-`max_staleness + 1` before it is complete. Rows are as stale as the versions that were published between the start of their
-iteration's first step and the start of its last computation.
+The steps of several iterations are simulated together (`flowrl.viz.overlap`). Rows are as stale as the versions that were
+published between the start of their iteration's first step and the start of its last computation.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowrl.planner.simulate import schedule, unroll
 from flowrl.planner.tasks import StepKind
 from flowrl.viz import units
 from flowrl.viz.axis import LEFT, WIDTH, Axis
+from flowrl.viz.overlap import overlap
 from flowrl.viz.palette import HATCHES, hatch as hatch_of
 from flowrl.viz.scene import GREY, Scene
 from flowrl.viz.svg import Markup, fitted, line, picture, rect, tag, text
 
-EXTRA = 4
-"""Iterations drawn beyond those that overlap at the beginning."""
 ROW, BAR = 27.0, 21.0
 
 
@@ -53,13 +50,9 @@ class Versions:
 
 
 def versions(scene: Scene, iterations: int | None = None) -> Versions:
-    """Simulate iterations that overlap as far as the plan allows."""
-    plan = scene.plan
-    count = iterations or plan.max_staleness + 1 + EXTRA
-    # the last ones have nothing behind them that waits for their end: they are simulated and not shown
-    simulated = count + plan.max_staleness + 1
-    tasks = unroll(plan.tasks, simulated, max_staleness=plan.max_staleness)
-    found = schedule(tasks, devices_per_node=plan.cluster.devices_per_node)
+    """Which iteration each step works on, and how old the rows are that it uses."""
+    together = overlap(scene.plan, iterations)
+    found, count = together.schedule, together.iterations
     turns = tuple(
         Turn(index, bar.index, found.starts[name], found.ends[name])
         for index in range(count)

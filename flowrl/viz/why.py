@@ -11,9 +11,14 @@ from flowrl.viz import units
 from flowrl.viz.svg import Markup, fitted, join, line, picture, tag, text, width_of
 
 WIDTH, HEIGHT = 1120.0, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 18.0, 44.0
+LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 30.0, 44.0
+LEAST_CHANGE = 5e-4
+"""A part that is printed as 0.0 %."""
+LEAST_SPREAD, MOST_SPREAD = 0.02, 2.0
+"""Of the axis of memory: the least that it spans, as a part of the peak; and how far above the peaks, in spans, the capacity is
+at most where the picture has it."""
 
-_FIGURES = re.compile(r"^[\d.,]+ m?s \([^)]*\); (?=.)")
+_FIGURES = re.compile(r"^[\d.,]+ m?s \([^)]*\)(?:; |$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,14 @@ def looked_at(plan: Plan) -> str:
         else f"a part of its search space, at random with the seed {one.seed}"
     )
     return (
-        f"The search went through {how}: {units.count(one.placements)} placements, {units.count(one.simulated)} plans simulated, "
-        f"{units.count(one.pruned)} branches left out because a bound showed they lose, {units.count(one.unfit)} placements that "
-        "fit no memory. All seconds and bytes are predicted."
+        f"The search went through {how}: {_counted(one.placements, 'placement')}, {_counted(one.simulated, 'plan')} simulated, "
+        f"{_counted(one.pruned, 'branch', 'branches')} left out because a bound showed that the best of them loses, "
+        f"{_counted(one.unfit, 'placement')} where nothing fits. All seconds and bytes are predicted."
     )
+
+
+def _counted(number: int, one: str, more: str = "") -> str:
+    return f"{units.count(number)} {one if number == 1 else more or one + 's'}"
 
 
 def table(plan: Plan) -> Markup:
@@ -90,10 +99,10 @@ def table(plan: Plan) -> Markup:
                 tag("th", one.name, scope="row"),
                 tag("td", one.placement, class_="mono wrap"),
                 tag("td", units.seconds(one.seconds), class_="num"),
-                tag("td", "" if one is found[0] else units.percent(delta, signed=True), class_="num"),
+                tag("td", "" if one is found[0] else _against(delta), class_="num"),
                 tag("td", units.size(one.device_bytes), class_="num"),
                 tag("td", units.size(one.host_bytes), class_="num"),
-                tag("td", _reason(one) or ("this plan" if one is found[0] else ""), class_="wrap"),
+                tag("td", "this plan" if one is found[0] else _reason(one) or _no_reason(delta, plan), class_="wrap"),
                 class_="chosen" if one is found[0] else None,
             )
         )
@@ -104,7 +113,23 @@ def table(plan: Plan) -> Markup:
 
 def _reason(one: Rival) -> str:
     """Why it lost, without the placement and the seconds, which have columns of their own."""
-    return _FIGURES.sub("", one.why.removeprefix(f"{one.placement}: "))
+    return _FIGURES.sub("", one.why.removeprefix(f"{one.placement}: ")).replace("->", "→")
+
+
+def _against(delta: float) -> str:
+    return "as fast" if abs(delta) < LEAST_CHANGE else units.percent(delta, signed=True)
+
+
+def _no_reason(delta: float, plan: Plan) -> str:
+    """Of a plan whose steps and settings are those of the chosen one, but for the placement.
+
+    Args:
+        delta: its seconds over those of the chosen one, less 1.
+    """
+    tie = 0.0 if plan.searched is None else plan.searched.tie
+    if delta > tie:
+        return "no single step or setting says why: the sum of its steps takes longer"
+    return "equal under the cost model; of equals the simplest is chosen"
 
 
 def pareto(plan: Plan) -> Markup | None:
@@ -115,26 +140,32 @@ def pareto(plan: Plan) -> Markup | None:
     capacity = plan.cluster.device.memory_bytes
     most_s = max(one.seconds for one in found) * 1.06
     least_s = min(one.seconds for one in found) * 0.94
-    most = max(capacity, *(one.device_bytes for one in found)) * 1.08
+    least, most = _bounds([one.device_bytes for one in found], capacity)
     plot_w, plot_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
-    def at(one: Rival) -> tuple[float, float]:
-        x = LEFT + (one.seconds - least_s) / ((most_s - least_s) or 1.0) * plot_w
-        return x, TOP + plot_h * (1 - one.device_bytes / most)
+    def up(num_bytes: float) -> float:
+        return TOP + plot_h * (1 - (num_bytes - least) / (most - least))
 
-    cap_y = TOP + plot_h * (1 - capacity / most)
+    def at(one: Rival) -> tuple[float, float]:
+        return LEFT + (one.seconds - least_s) / ((most_s - least_s) or 1.0) * plot_w, up(one.device_bytes)
+
+    is_far = capacity > most
+    cap_y = TOP if is_far else up(capacity)
+    cap_words = f"all there is: {units.size(capacity)}{', far above this picture ↑' if is_far else ''}"
+    cap_box = (WIDTH - RIGHT - width_of(cap_words, size=11), cap_y - 16, WIDTH - RIGHT, cap_y)
     frame = [
         line(LEFT, TOP + plot_h, WIDTH - RIGHT, TOP + plot_h, class_="rule"),
         line(LEFT, TOP, LEFT, TOP + plot_h, class_="rule"),
-        line(LEFT, cap_y, WIDTH - RIGHT, cap_y, class_="cap"),
-        text(WIDTH - RIGHT, cap_y - 5, f"all there is: {units.size(capacity)}", class_="capname", text_anchor="end"),
+        line(LEFT, cap_y, WIDTH - RIGHT, cap_y, class_="cap far" if is_far else "cap"),
+        text(WIDTH - RIGHT, cap_y - 5, cap_words, class_="capname", text_anchor="end"),
         text(WIDTH - RIGHT, HEIGHT - 8, "step time, predicted →", class_="tick", text_anchor="end"),
-        text(8, TOP - 4, "peak of the fullest device, predicted", class_="tick"),
+        text(8, TOP - 8, "peak of the fullest device, predicted; neither axis begins at 0", class_="tick"),
     ]
-    for tick in units.ticks(most / units.GIB, 5):
-        y = TOP + plot_h * (1 - tick * units.GIB / most)
+    step = units.step_of((most - least) / units.GIB, 5)
+    for index in range(math.ceil(least / units.GIB / step), math.floor(most / units.GIB / step) + 1):
+        y = up(index * step * units.GIB)
         frame.append(line(LEFT, y, WIDTH - RIGHT, y, class_="grid"))
-        frame.append(text(LEFT - 8, y + 4, f"{tick:,.4g} GiB", class_="tick", text_anchor="end"))
+        frame.append(text(LEFT - 8, y + 4, f"{index * step:,.4g} GiB", class_="tick", text_anchor="end"))
     gap = units.step_of(most_s - least_s)
     for index in range(math.ceil(least_s / gap) if gap else 0, math.floor(most_s / gap) + 1 if gap else 0):
         x = LEFT + (index * gap - least_s) / (most_s - least_s) * plot_w
@@ -146,13 +177,24 @@ def pareto(plan: Plan) -> Markup | None:
     )
     return picture(
         "pareto", WIDTH, HEIGHT, "Step time against peak memory of the plans that were compared (predicted)", described,
-        *frame, tag("path", d=front, class_="front"), *_dots(found, [at(one) for one in found]),
+        *frame, tag("path", d=front, class_="front"), *_dots(found, [at(one) for one in found], cap_box),
     )  # fmt: skip
 
 
-def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]]) -> list[Markup]:
+def _bounds(peaks: list[int], capacity: int) -> tuple[float, float]:
+    """Bytes at the lower and the upper edge: peaks are apart, with the capacity where that leaves them so."""
+    low, high = min(peaks), max(peaks)
+    spread = max(high - low, LEAST_SPREAD * high, 1.0)
+    top = capacity if high < capacity <= high + MOST_SPREAD * spread else high
+    return max(0.0, low - 0.15 * spread), top + 0.12 * (top - low + spread)
+
+
+Box = tuple[float, float, float, float]
+
+
+def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]], cap_box: Box) -> list[Markup]:
     """A mark for each plan, its name beside it where that hides no other name."""
-    taken: list[tuple[float, float, float, float]] = [(x - 7, y - 7, x + 7, y + 7) for x, y in places]
+    taken: list[Box] = [cap_box, *((x - 7, y - 7, x + 7, y + 7) for x, y in places)]
     made = []
     for one, (x, y) in zip(found, places, strict=True):
         tip = f"{one.name}: {one.placement}\n{units.seconds(one.seconds)}, {units.size(one.device_bytes)} per device (predicted)"
@@ -163,15 +205,23 @@ def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]]) -> list[M
             if is_chosen
             else tag("circle", cx=x, cy=y, r=5.0, class_=f"dot{' best' if one.is_best else ''}")
         )
-        words = fitted(f"{one.name}: {one.placement}", 330, size=11)
-        wide = width_of(words, size=11)
-        label: Markup | None = text(x, y - 11, one.name, class_="tick", text_anchor="middle")
-        for left, top in ((x + 11, y - 7), (x - 11 - wide, y - 7), (x - wide / 2, y - 24), (x - wide / 2, y + 10)):
-            box = (left, top, left + wide, top + 14)
-            inside = box[0] > LEFT and box[2] < WIDTH - RIGHT and box[1] > 0 and box[3] < HEIGHT - BOTTOM
-            if inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+        label: Markup | None = None
+        for words in (fitted(f"{one.name}: {one.placement}", 330, size=11), one.name):
+            box = _free(x, y, width_of(words, size=11), taken)
+            if box is not None:
                 taken.append(box)
-                label = text(left, top + 11, words, class_="dotname")
+                label = text(box[0], box[1] + 11, words, class_="dotname")
                 break
         made.append(tag("g", tag("title", tip), mark, label, class_="rival", tabindex=0, role="listitem"))
     return made
+
+
+def _free(x: float, y: float, wide: float, taken: list[Box]) -> Box | None:
+    """Where a name has room beside, above or below its mark."""
+    middle = min(max(x - wide / 2, LEFT + 2), WIDTH - RIGHT - wide - 2)
+    for left, top in ((x + 11, y - 7), (x - 11 - wide, y - 7), (middle, y - 24), (middle, y + 10)):
+        box = (left, top, left + wide, top + 14)
+        is_inside = left > LEFT and box[2] < WIDTH - RIGHT and top > 0 and box[3] < HEIGHT - BOTTOM
+        if is_inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            return box
+    return None

@@ -37,6 +37,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plan = large(max_staleness=2)
     texts = {
         "whole": plan_html(plan, measured=measured),
+        "sync": plan_html(large()),
         "hostile": plan_html(hostile(), measured=[Seen(HOSTILE, 2.0)]),
         "notebook": f"<!doctype html><meta charset=utf-8><title>n</title>{notebook_html(plan)}",
     }
@@ -118,7 +119,7 @@ def bar(browser: Any, step: str) -> Any:
 
 
 def test_time_is_stretched_and_comes_back(browser: Any, pages: dict[str, Path]) -> None:
-    browser.open(pages["whole"])
+    browser.open(pages["sync"])
     before = bar(browser, "update_policy")
     labels = "[...document.querySelectorAll('#gantt text')].map(t => [t.textContent, t.getAttribute('text-anchor')])"
     said = browser.run(labels)
@@ -132,7 +133,24 @@ def test_time_is_stretched_and_comes_back(browser: Any, pages: dict[str, Path]) 
     key(browser, "0", "0")
     assert bar(browser, "update_policy") == pytest.approx(before, abs=0.02)
     assert sorted(map(str, browser.run(labels))) == sorted(map(str, said))
-    quiet(browser, pages["whole"])
+    quiet(browser, pages["sync"])
+
+
+def test_memory_of_overlapping_iterations_keeps_its_own_time(browser: Any, pages: dict[str, Path]) -> None:
+    browser.open(pages["whole"])
+    area = "document.querySelector('#mem-devices-1 path.area').getAttribute('d')"
+    before = browser.run(area)
+    key(browser, "+", "+")
+    assert browser.run(area) == before
+
+
+def test_tables_are_not_wider_than_the_page(browser: Any, pages: dict[str, Path]) -> None:
+    browser.send("Emulation.setDeviceMetricsOverride", width=1200, height=800, deviceScaleFactor=1, mobile=False)
+    for name in ("sync", "whole"):
+        browser.open(pages[name])
+        wide = "[...document.querySelectorAll('main > section > .scroll')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert browser.run(wide) == 0, "no column is cut off"
+    browser.send("Emulation.clearDeviceMetricsOverride")
 
 
 def test_keys_go_from_step_to_step_and_tips_say_what_they_are(browser: Any, pages: dict[str, Path]) -> None:
@@ -173,7 +191,7 @@ def test_an_edge_leads_to_its_columns(browser: Any, pages: dict[str, Path]) -> N
 def test_names_do_not_lie_on_each_other(browser: Any, pages: dict[str, Path]) -> None:
     browser.open(pages["whole"])
     overlaps = browser.run(
-        """['gantt', 'map', 'flow', 'mem-devices-0', 'mem-devices-1', 'residuals'].flatMap(id => {
+        """['gantt', 'map', 'flow', 'mem-devices-0', 'mem-devices-1', 'residuals', 'pareto', 'version'].flatMap(id => {
           const texts = [...document.querySelectorAll(`#${id} text`)].filter(t => t.textContent.trim());
           const boxes = texts.map(t => [t.textContent, t.getBoundingClientRect()]);
           const meet = (p, q) =>

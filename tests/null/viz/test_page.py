@@ -305,7 +305,7 @@ def test_measured_memory_is_a_line_on_the_devices_that_held_it() -> None:
 def test_too_much_memory_is_said() -> None:
     full = compute("update", Mesh(0, 1), 1.0, role="policy", holds=(Hold("policy activations", 90 * GIB),))
     page = plan_html(Plan.of("full", "ab12", Cluster.named("1xA100-80G"), [full]))
-    assert "peak 90.0 GiB of 80.0 GiB (predicted) during update, 10.0 GiB too much" in page
+    assert "peak 90.0 GiB of 80.0 GiB (predicted), 10.0 GiB too much, all the time" in page
     assert 'class="meter over"' in page and 'class="gauge-over"' in page
 
 
