@@ -15,6 +15,7 @@ from flowrl.schema.columns import nearest
 PRECISIONS = ("fp32", "bf16")
 HEADS = ("lm", "value", "reward")
 SAMPLERS = ("transformers", "vllm")
+OFFLOADS = ("none", "park", "opt", "sopt")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -116,12 +117,17 @@ class Model:
     max_context: int | None = None
     """Longest prompt plus response; None takes the model's own limit."""
     gradient_checkpointing: bool = False
+    offload: str = "none"
+    """Where training state lies: `none` (the device), `park` (host memory, except while an update runs), `sopt` (master weights
+    and moments in host memory, through the device bucket by bucket in each optimizer step) or `opt` (there too, and the CPU
+    computes the step, with its own rounding)."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("precision", self.precision, PRECISIONS),
             ("head", self.head, HEADS),
             ("sampler", self.sampler, SAMPLERS),
+            ("offload", self.offload, OFFLOADS),
         ):
             if value not in known:
                 raise ConfigError(_one_of(f"Model {name}", value, known))

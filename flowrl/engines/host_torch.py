@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.cost.offload import Offload
 from flowrl.engines.forward import Forward
 from flowrl.engines.loading import Loaded, load
 from flowrl.engines.modules import context_length, embedding_rows
+from flowrl.engines.offload.home import Home
+from flowrl.engines.offload.store import OptimizerStore, open_store
 from flowrl.engines.packing import Batch, Sequences, make_batch, prompt_units, split_by_tokens
 from flowrl.engines.protocol import (
     USES,
@@ -100,13 +103,24 @@ class TorchHost:
         self.num_ids = embedding_rows(name, self.module)
         self._checkpointed: list[torch.nn.Module] = []
         self.trainer: Trainer | None = None
+        self._store: OptimizerStore | None = None
         if trains:
-            self.weights.make_masters(PRECISIONS[model.precision])
+            self._store = open_store(self.weights, model.optimizer, PRECISIONS[model.precision], Offload(model.offload))
+            if self._store is None:
+                self.weights.make_masters(PRECISIONS[model.precision])
             if model.gradient_checkpointing:
                 # recomputation runs without a cache, which sharing needs
                 self.forward.shares_prompts = False
                 self._checkpointed = _checkpointed_layers(name, self.module)
             self.trainer = self._make_trainer()
+            if self._store not in (None, self.trainer.store):
+                raise EngineError(
+                    f"model '{name}' cannot have offload='{model.offload}' where it lies: its trainer keeps the optimizer on the "
+                    "devices; use offload='none' or 'park'"
+                )
+        self._home = Home(name, self.weights, self._moments, self.forward.device)
+        self._is_changed = True
+        """Since it was parked last."""
         self._sampler: Sampler | None = None
         if "generate" in uses and model.sampler == "transformers":
             self._sampler = TransformersSampler(
@@ -120,6 +134,9 @@ class TorchHost:
     def _make_forward(self) -> Forward:
         return Forward(self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size)
 
+    def _moments(self) -> Iterator[Tensor]:
+        return iter(()) if self.trainer is None else self.trainer.store.tensors()
+
     def _make_trainer(self) -> Trainer:
         return Trainer(
             self.forward,
@@ -127,6 +144,7 @@ class TorchHost:
             self.spec.optimizer,
             micro_batch_tokens=self.spec.micro_batch_tokens,
             max_context=self._context,
+            store=self._store,
         )
 
     @property
@@ -136,13 +154,40 @@ class TorchHost:
 
     @property
     def device(self) -> str:
-        """Of the module."""
-        return str(self.forward.device)
+        """Of the module, also while it is parked."""
+        return str(self._home.device)
+
+    # --- where its state lies ----------------------------------------------------------------------------------------
+
+    def offload(self, *, writes: bool = True) -> int:
+        """Move its state to host memory; bytes copied, 0 where the copy there is good.
+
+        A sampler that looks at the module itself keeps that on the device: then only what training needs leaves.
+
+        Args:
+            writes: False promises that nothing changed since it came in. What this host has changed itself is copied anyway.
+        """
+        shares = isinstance(self._sampler, TransformersSampler) and self._sampler.shared
+        copied = self._home.offload(writes=writes or self._is_changed, keep_model=shares)
+        self._is_changed = False
+        if self.spec.sampler == "vllm" and self._home.device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine in another allocator, or process, is to have it
+        return copied
+
+    def onload(self) -> int:
+        """Bring it back; bytes copied, 0 when it is here."""
+        return self._home.onload()
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether a part of its state is in host memory, where nobody can use it."""
+        return not self._home.is_here
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """One response per request, in order, with the newest weights."""
+        self._home.require("sampling")
         if self._sampler is None:
             self._sampler = self._open_sampler()
         self.publish()
@@ -153,6 +198,7 @@ class TorchHost:
         sampler = self._sampler
         if sampler is None or sampler.version == self.version:
             return 0
+        self._home.require("giving its weights to a sampler")
         sampler.load(self.weights.named(), self.version)
         if isinstance(sampler, TransformersSampler) and sampler.shared:
             return 0
@@ -213,6 +259,7 @@ class TorchHost:
         return found
 
     def _batches(self, rows: TokenRows, *, whole: bool = False) -> list[Batch]:
+        self._home.require("a forward pass")
         sequences = Sequences.of(rows, num_ids=self.num_ids, max_length=self._context)
         # the last token predicts nothing, but a score is read at it
         lengths = sequences.lengths if whole else np.where(rows.response_ids.lengths > 0, sequences.lengths - 1, 0)
@@ -272,11 +319,18 @@ class TorchHost:
         """Take the job's optimizer steps; the version rises by one when any was taken."""
         if self.trainer is None:
             raise EngineError(f"model '{self.name}' was not opened for 'update'; it has no optimizer")
+        parks = Offload(self.spec.offload) is Offload.PARK
+        if parks:
+            self.onload()
+        self._home.require("training", training=True)
         job = self._with_old_logprobs(job)
+        self._is_changed = True
         with _recomputing(self._checkpointed):
             report = self.trainer.update(job, self.num_ids)
         if report.steps:
             self.version += 1
+        if parks:
+            self._home.offload(keep_model=True)
         return report
 
     def _with_old_logprobs(self, job: UpdateJob) -> UpdateJob:
@@ -304,7 +358,10 @@ class TorchHost:
             raise EngineError(
                 f"model '{self.name}' takes weights from models of the torch engine only; '{source.name}' is of another"
             )
-        self.weights.blend(source.weights, decay)
+        self._home.require("blending weights into it")
+        self._is_changed = True
+        with source._home.brought(writes=False), self._home.brought(writes=True):
+            self.weights.blend(source.weights, decay)
         self.version += 1
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -314,6 +371,10 @@ class TorchHost:
 
         A model whose weights have not changed since it was opened gives a checksum instead of its weights.
         """
+        with self._home.brought(writes=False):
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"version": self.version}
         if self.version == 0 and self.trainer is None:
             self._start_sum = self._start_sum or self.weights.checksum()
@@ -329,6 +390,8 @@ class TorchHost:
 
         Errors: EngineError naming what does not fit.
         """
+        self.onload()
+        self._is_changed = True
         if "weights" in state:
             if state.get("has_masters"):  # an average in bf16 goes on from its fp32 masters
                 self.weights.make_masters(self.weights.dtype)
@@ -344,6 +407,7 @@ class TorchHost:
 
     def model(self) -> Model:
         """The model as it is now, its source the live module (copied by whatever opens it)."""
+        self.onload()
         tokenizer = self.tokenizer if self._hf_tokenizer is None else self._hf_tokenizer
         return replace(self.spec, source=self.module, tokenizer=None if isinstance(tokenizer, IdsOnly) else tokenizer)
 
@@ -352,10 +416,11 @@ class TorchHost:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         save = getattr(self.module, "save_pretrained", None)
-        if callable(save):
-            save(str(folder))
-        else:
-            torch.save(self.module.state_dict(), folder / "model.pt")
+        with self._home.brought(writes=False):
+            if callable(save):
+                save(str(folder))
+            else:
+                torch.save(self.module.state_dict(), folder / "model.pt")
         if self._hf_tokenizer is not None:
             self._hf_tokenizer.save_pretrained(str(folder))
 
@@ -364,7 +429,8 @@ class TorchHost:
         if self._sampler is not None:
             self._sampler.close()
         self._sampler = None
-        self.trainer = None
+        self.trainer = self._store = None
+        self._home.close()
 
 
 def _checkpointed_layers(name: str, module: Any) -> list[torch.nn.Module]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -232,6 +232,19 @@ class Host(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Parks(Protocol):
+    """A host whose state can leave its device; what uses the model meanwhile gets an EngineError."""
+
+    def offload(self, *, writes: bool = True) -> int:
+        """To host memory; bytes copied. `writes=False` promises that nothing changed since it came in: no copy is needed."""
+        ...
+
+    def onload(self) -> int:
+        """Back to the device; bytes copied, 0 when it is there."""
+        ...
 
 
 class Engine(Protocol):

@@ -26,6 +26,7 @@ from torch import Tensor
 from flowrl.engines.averages import weights
 from flowrl.engines.forward import Forward
 from flowrl.engines.loss_terms import Scope, evaluate
+from flowrl.engines.offload.store import OptimizerStore, ResidentAdamW
 from flowrl.engines.packing import (
     Batch,
     Sequences,
@@ -104,7 +105,14 @@ class Trainer:
     """AdamW over the trainable parameters of one module."""
 
     def __init__(
-        self, forward: Forward, weights: Weights, options: AdamW, *, micro_batch_tokens: int, max_context: int | None
+        self,
+        forward: Forward,
+        weights: Weights,
+        options: AdamW,
+        *,
+        micro_batch_tokens: int,
+        max_context: int | None,
+        store: OptimizerStore | None = None,
     ) -> None:
         self.forward = forward
         self.weights = weights
@@ -113,18 +121,21 @@ class Trainer:
         self.max_context = max_context
         self.steps = 0
         """Optimizer steps taken so far: the place in the learning-rate schedule."""
-        self.trained = {n: m for n, m in weights.masters.items() if weights.parameters[n].requires_grad}
+        self.trained = weights.trained()
         if not self.trained:
             raise EngineError(
                 f"model '{forward.name}' is updated, and all its parameters are frozen (requires_grad=False)"
             )
-        self.optimizer = torch.optim.AdamW(
-            list(self.trained.values()),
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=forward.device.type in ("cpu", "cuda"),
+        self.store: OptimizerStore = store or ResidentAdamW(weights, options)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of PyTorch. Errors: EngineError when the state is not on the device."""
+        if isinstance(self.store, ResidentAdamW):
+            return self.store.optimizer
+        raise EngineError(
+            f"model '{self.forward.name}' keeps the state of its optimizer in host memory ({type(self.store).__name__}), so "
+            "there is no torch optimizer to look into; use state(), or open it with offload='none'"
         )
 
     # --- update ------------------------------------------------------------------------------------------------------
@@ -184,16 +195,13 @@ class Trainer:
         rate = learning_rate(self.options, self.steps)
         limit = self.options.max_grad_norm
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.weights.drop_gradients()
             report.skipped += 1
             return
         if limit is not None and norm_value > limit:
             torch._foreach_mul_(list(grads.values()), limit / norm_value)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.weights.publish()
+        self.store.step(rate)
+        self.weights.drop_gradients()
         self.steps += 1
         report.steps += 1
         report.tokens += tokens
@@ -207,7 +215,7 @@ class Trainer:
 
     def _gradients(self) -> dict[str, Tensor]:
         """What this process holds of the gradients, by parameter; parameters without one are left out."""
-        return {name: master.grad for name, master in self.trained.items() if master.grad is not None}
+        return self.weights.gradients()
 
     def _numbers(self, step: Step, grads: Mapping[str, Tensor]) -> Numbers:
         """The step in numbers, read from the device."""
@@ -313,11 +321,9 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Optimizer state by parameter name, and the place in the schedule."""
-        held = self.optimizer.state
         adam = {
-            name: {"step": float(held[m]["step"]), **{k: self.weights.array(held[m][k]) for k in ADAM_STATE[1:]}}
-            for name, m in self.trained.items()
-            if held.get(m)
+            name: {"step": entry["step"], **{k: self.weights.array(entry[k]) for k in ADAM_STATE[1:]}}
+            for name, entry in self.store.entries().items()
         }
         return {"optimizer": adam, "schedule": {"steps": self.steps}}
 
@@ -345,12 +351,15 @@ class Trainer:
                     f"{tuple(self.trained[name].shape)}"
                 )
         if "optimizer" in state:
-            self.optimizer.state.clear()
-            for name, entry in adam.items():
-                master = self.trained[name]
-                moments = {k: self.weights.placed(entry[k], master) for k in ADAM_STATE[1:]}
-                step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=master.device)
-                self.optimizer.state[master] = {"step": step, **moments}
+            self.store.load(
+                {
+                    name: {
+                        "step": float(entry["step"]),
+                        **{k: self.weights.placed(entry[k], self.trained[name]) for k in ADAM_STATE[1:]},
+                    }
+                    for name, entry in adam.items()
+                }
+            )
         if "schedule" in state:
             self.steps = int(state["schedule"]["steps"])
 

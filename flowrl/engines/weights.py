@@ -32,6 +32,10 @@ class Weights:
         self.masters: dict[str, Tensor] = dict(self.parameters)
         self.has_masters = False
         """True when the module is in lower precision and fp32 masters lead it."""
+        self.leads = False
+        """True when masters lie elsewhere than the module, in the care of an optimizer; see `lead`."""
+        self._sums: dict[str, Sum] = {}
+        """Where gradients add up, when that is in neither parameter nor master."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,6 +58,46 @@ class Weights:
             self.masters[name] = master
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_move_grad_to(master))
+
+    def lead(self, masters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Bring the module to `dtype`, led by fp32 masters of its trained parameters that lie elsewhere, as in host memory.
+
+        Gradients add up in fp32 beside the parameters, as with masters of `make_masters`. Masters of frozen parameters are made
+        on the CPU, where the module loses bits.
+        """
+        self.leads = True
+        is_rounded = dtype != torch.float32
+        self.has_masters = self.has_masters or is_rounded
+        for name, parameter in self.parameters.items():
+            if name in masters:
+                self.masters[name] = nn.Parameter(masters[name], requires_grad=parameter.requires_grad)
+            elif is_rounded:
+                host = parameter.detach().to("cpu", torch.float32, copy=True)
+                self.masters[name] = nn.Parameter(host, requires_grad=False)
+            if is_rounded:
+                parameter.data = parameter.data.to(dtype)
+                if name in masters:
+                    self._sums[name] = Sum()
+                    parameter.register_post_accumulate_grad_hook(_move_grad_to(self._sums[name]))
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def trained(self) -> dict[str, Tensor]:
+        """Masters of trained parameters."""
+        return {name: self.masters[name] for name in self.trained_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What has added up for each trained parameter; those that no gradient has reached are left out."""
+        found = ((name, self._holder(name).grad) for name in self.trained_parameters())
+        return {name: grad for name, grad in found if grad is not None}
+
+    def drop_gradients(self) -> None:
+        for name in self.trained_parameters():
+            self._holder(name).grad = None
+
+    def _holder(self, name: str) -> Tensor | Sum:
+        return self._sums.get(name) or (self.parameters if self.leads else self.masters)[name]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -107,7 +151,9 @@ class Weights:
 
     def placed(self, array: np.ndarray, like: Tensor) -> Tensor:
         """A whole array as a new tensor that lies as `like` does: the inverse of `array`."""
-        return torch.from_numpy(np.array(array)).to(like.device, like.dtype)
+        return torch.from_numpy(np.array(array)).to(
+            like.device, like.dtype, copy=True
+        )  # else the array owns its memory
 
     @torch.no_grad()
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -140,7 +186,13 @@ class Weights:
         return f"{total:016x}"
 
 
-def _move_grad_to(master: Tensor) -> Any:
+class Sum:
+    """Holds a gradient where its master, in other memory, cannot."""
+
+    grad: Tensor | None = None
+
+
+def _move_grad_to(master: Tensor | Sum) -> Any:
     def move(parameter: Tensor) -> None:
         grad = parameter.grad
         parameter.grad = None
@@ -156,5 +208,6 @@ def _move_grad_to(master: Tensor) -> Any:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """A copy on the host; bfloat16 as float32."""
-    host = tensor.detach().to("cpu", torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype)
-    return np.array(host.numpy())
+    dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+    array: np.ndarray = tensor.detach().to("cpu", dtype, copy=True).numpy()
+    return array

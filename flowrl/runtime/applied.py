@@ -18,6 +18,9 @@ OPTIMIZERS = ("adam_fp32", "adam_master")
 SILENT = frozenset({"role", "offload", "park_weights", "optimizer"})
 """Settings that become no field of a model: for reading, or checked elsewhere."""
 
+IN_MODEL = ("opt", "sopt")
+"""Values of the setting `offload` that say how a model is opened; the others are done, or not, by steps that move."""
+
 CPU = "cpu"
 """Name of the device that is a process on CPUs: its memory is the machine's, of which nobody takes a share."""
 LEAST_SHARE = 0.05
@@ -48,7 +51,7 @@ def apply_settings(plan: Plan, graph: Graph, models: Mapping[str, Model]) -> App
     Errors: ConfigError for an optimizer state that no engine has.
     """
     found = _Settings(plan, dict(models))
-    calls = {name: (node, model) for name, node, model in _calls(graph)}
+    calls = {name: (node, model) for name, node, model in calls_of(graph)}
     sampled = {model for node, model in calls.values() if _work(node) == "sample"}
     for step in plan.steps:
         if step.kind is not StepKind.COMPUTE or step.node not in calls:
@@ -70,7 +73,26 @@ def _work(node: Node) -> str:
     return "train" if kind.changes_model else "forward" if kind.is_forward else "sample"
 
 
-def _calls(graph: Graph, prefix: str = "", outer: Mapping[str, str] | None = None) -> list[tuple[str, Node, str]]:
+def apply_offload(plan: Plan, graph: Graph, applied: Applied) -> Applied:
+    """The models with the places that training steps give to the optimizer's state: `opt` and `sopt` become `Model.offload`.
+
+    Parked state (`park`, `park_weights`) is moved by steps of its own, so that such a model is opened with all on its device.
+    """
+    calls = {name: model for name, node, model in calls_of(graph) if _work(node) == "train"}
+    found = _Settings(plan, dict(applied.models))
+    found.settings = {name: dict(fields) for name, fields in applied.settings.items()}
+    for step in plan.steps:
+        if step.kind is StepKind.COMPUTE and step.node in calls:
+            asked = dict(step.settings).get("offload")
+            place = str(asked) if asked in IN_MODEL else "none"
+            if asked is not None and (place != "none" or found.models[calls[step.node]].offload != "none"):
+                found.set(calls[step.node], "offload", place)
+    return replace(
+        applied, models=found.models, settings=found.settings, notes=(*applied.notes, *dict.fromkeys(found.notes))
+    )
+
+
+def calls_of(graph: Graph, prefix: str = "", outer: Mapping[str, str] | None = None) -> list[tuple[str, Node, str]]:
     """(what a plan calls it, node, model) of every node that runs a model."""
     model: dict[str, str] = dict(outer or {})
     found: list[tuple[str, Node, str]] = []
@@ -82,7 +104,7 @@ def _calls(graph: Graph, prefix: str = "", outer: Mapping[str, str] | None = Non
         elif source in model:
             model[node.name] = model[source]
         if node.body is not None:
-            found += _calls(node.body, f"{prefix}{node.name}.", model)
+            found += calls_of(node.body, f"{prefix}{node.name}.", model)
         elif KINDS[node.kind].uses_model:
             found.append((prefix + node.name, node, model[source]))
     return found
@@ -102,11 +124,11 @@ class _Settings:
         model = self.models[name]
         match work, setting:
             case "train", "micro_batch_tokens":
-                self._set(name, "micro_batch_tokens", int(value))
+                self.set(name, "micro_batch_tokens", int(value))
             case "train", "recompute":
-                self._set(name, "gradient_checkpointing", bool(value))
+                self.set(name, "gradient_checkpointing", bool(value))
             case "forward", "micro_batch_tokens" if not samples:
-                self._set(name, "sample_batch_tokens", int(value))
+                self.set(name, "sample_batch_tokens", int(value))
             case "forward", "micro_batch_tokens":
                 self.left.append(f"{step.name}: {setting}={value} (forward passes of '{name}' share sample_batch_tokens with its "
                                  "sampler)")  # fmt: skip
@@ -123,7 +145,7 @@ class _Settings:
             case _:
                 self.left.append(f"{step.name}: {setting}={value} (no engine reads it)")
 
-    def _set(self, name: str, field: str, value: Any) -> None:
+    def set(self, name: str, field: str, value: Any) -> None:
         given = getattr(self.models[name], field)
         self.settings.setdefault(name, {})[field] = value
         if given != value:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from flowrl.engines.protocol import Host
+from flowrl.engines.protocol import Host, Parks
 from flowrl.errors import ConfigError, RunError, TraceError
 from flowrl.graph.code import digest
 from flowrl.graph.drift import Drift, code_in
@@ -23,7 +23,7 @@ from flowrl.model import Model
 from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
-from flowrl.runtime.applied import Applied, apply_settings
+from flowrl.runtime.applied import Applied, apply_offload, apply_settings, calls_of
 from flowrl.runtime.context import Context, StepLog, Table, Value
 from flowrl.runtime.executor import Executor, needed
 from flowrl.runtime.program import Act, Action, Program, paths_of, program_of
@@ -31,6 +31,9 @@ from flowrl.store.rows import RowBatch
 
 ON_DEVICE = ("", "none", False)
 """Values of the settings `offload` and `park_weights` with which everything stays on the device."""
+
+IN_HOST_MEMORY = frozenset({"", "cpu"})
+"""Devices of models from which nothing is to be moved to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class Bound:
 
     def check_hosts(self, hosts: Mapping[str, Host]) -> None:
         """Errors: ConfigError where the plan keeps state off a device that the engine would leave on it; all hosts are closed."""
-        why = kept_on_device(self.plan, {host.device for host in hosts.values()})
+        why = kept_on_device(self.plan, {host.device for host in hosts.values() if not isinstance(host, Parks)})
+        why = why or weights_streamed(self.plan, {host.device for host in hosts.values()})
         if why:
             for host in hosts.values():
                 host.close()
@@ -74,7 +78,8 @@ def bind(plan: Plan, graph: Graph, models: Mapping[str, Model], *, allow_drift: 
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is an fr.Plan (fr.plan(...), fr.Plan.load(path)); found {type(plan).__name__}")
     device = _only_device(plan)
-    return bound_of(plan, graph, models, lambda: program_of(plan, graph, device), allow_drift=allow_drift)
+    bound = bound_of(plan, graph, models, lambda: program_of(plan, graph, device), allow_drift=allow_drift)
+    return replace(bound, applied=apply_offload(plan, graph, bound.applied))
 
 
 def bound_of(
@@ -158,7 +163,7 @@ def kept_on_device(plan: Plan, devices: Iterable[str]) -> str:
 
     Where models are in the host's own memory, nothing is to be moved and every plan is fine.
     """
-    apart = sorted(set(devices) - {"", "cpu"})
+    apart = sorted(set(devices) - IN_HOST_MEMORY)
     asked = [
         f"'{step.name}' has {name}={value}"
         for step in plan.steps
@@ -174,6 +179,19 @@ def kept_on_device(plan: Plan, devices: Iterable[str]) -> str:
         f"the plan moves state between {', '.join(apart)} and the host ({'; '.join(asked[:3])}"
         f"{', ...' if len(asked) > 3 else ''}), and this version's engines keep theirs on the device; plan with "
         "choices=Choices(offload=(Offload.NONE,)) and memory for all of it"
+    )
+
+
+def weights_streamed(plan: Plan, devices: Iterable[str]) -> str:
+    """Why models on these devices cannot train as a plan says, layer by layer from the host; empty when they can."""
+    apart = sorted(set(devices) - IN_HOST_MEMORY)
+    asked = [step.name for step in plan.steps if dict(step.settings).get("offload") == "all"]
+    if not apart or not asked:
+        return ""
+    return (
+        f"'{asked[0]}' of the plan has offload=all, weights that stream to {', '.join(apart)} layer by layer, which this "
+        "version's engines do not do; plan with choices=Choices(offload=(Offload.NONE, Offload.PARK, Offload.CPU_OPTIMIZER, "
+        "Offload.STREAM_OPTIMIZER))"
     )
 
 
@@ -272,6 +290,37 @@ class PlannedExecutor(Executor):
         num_bytes = sum(self.hosts[name].publish() for name in step.reads)
         return Moved(num_bytes, "copied to the sampler" if num_bytes else "the sampler has these weights already")
 
+    def park(self, step: Step) -> Moved:
+        """State of the model that a step names to host memory."""
+        host = self._parks(step)
+        if host is None:
+            return _stays(self, step)
+        writes = bool(dict(step.settings).get("writes", True))
+        num_bytes = host.offload(writes=writes)
+        return Moved(num_bytes, "copied to the host" if num_bytes else "nothing copied: what the host has is good")
+
+    def bring(self, step: Step) -> Moved:
+        """State of the model that a step names back to its device."""
+        host = self._parks(step)
+        if host is None:
+            return _stays(self, step)
+        num_bytes = host.onload()
+        return Moved(num_bytes, "copied to the device" if num_bytes else "nothing to move: it is on the device")
+
+    def _parks(self, step: Step) -> Parks | None:
+        """The host of the model that a step moves; None where that is in host memory anyway."""
+        models = {name: model for name, _, model in calls_of(self.graph)}
+        name = models.get(step.node, step.node)
+        if name not in self.hosts:
+            if all(host.device in IN_HOST_MEMORY for host in self.hosts.values()):
+                return None
+            raise RunError(
+                f"step '{step.name}' of the plan moves the state of '{step.node}', which is neither a model of the run "
+                f"({', '.join(self.hosts)}) nor a node that uses one"
+            )
+        host = self.hosts[name]
+        return host if isinstance(host, Parks) and host.device not in IN_HOST_MEMORY else None
+
 
 def _in_place(executor: PlannedExecutor, step: Step) -> Moved:
     return Moved(0, "nothing to move: one process has one memory")
@@ -282,7 +331,7 @@ def _one_order(executor: PlannedExecutor, step: Step) -> Moved:
 
 
 def _stays(executor: PlannedExecutor, step: Step) -> Moved:
-    # with models on a device of its own the plan was refused before the run began
+    # with models on a device of their own that cannot leave it, the plan was refused before the run began
     return Moved(0, "nothing to move: the models are in the host's memory")
 
 
@@ -290,8 +339,8 @@ MOVES: dict[StepKind, Callable[[PlannedExecutor, Step], Moved]] = {
     StepKind.RESHARD: PlannedExecutor.publish,
     StepKind.TRANSFER: _in_place,
     StepKind.SYNC: _one_order,
-    StepKind.OFFLOAD: _stays,
-    StepKind.ONLOAD: _stays,
+    StepKind.OFFLOAD: PlannedExecutor.park,
+    StepKind.ONLOAD: PlannedExecutor.bring,
 }
 """Kind of step to what does it in one process on one device."""
 
