@@ -13,9 +13,11 @@ from typing import Any, TypeVar, cast
 
 from flowrl.errors import ConfigError
 from flowrl.mesh.devices import ALIASES, DEVICES, Device, Efficiency, Host, Overheads, Product, require_positive
+from flowrl.mesh.layout import MOST_DEVICES
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import shown
 
 _NAME = re.compile(r"(?:([0-9]+)x)?(.+)")
 DEVICES_PER_NODE = 8
@@ -72,6 +74,8 @@ class Cluster:
         for name in ("nodes", "devices_per_node"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"Cluster needs a whole number for {name}; found {getattr(self, name)!r}")
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(f"a cluster has {MOST_DEVICES:,} devices at most; found {shown(self.num_devices)}")
         keys = [(one.operation, one.ranks, one.nodes) for one in self.measured]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if self.calibrated_at:

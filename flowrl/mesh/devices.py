@@ -6,11 +6,11 @@ defaults are assumptions until a cluster has been measured.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.schema.fields import is_number, shown
 
 GIB = 2**30
 
@@ -19,10 +19,9 @@ def require_positive(owner: object, *names: str, zero: bool = False) -> None:
     """Raise `ConfigError` unless each field is a finite number above 0 (with `zero`, of at least 0)."""
     for name in names:
         value: Any = getattr(owner, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and not zero):
+        if not is_number(value) or value < 0 or (value == 0 and not zero):
             least = "of at least 0" if zero else "above 0"
-            raise ConfigError(f"{type(owner).__name__} needs a finite number {least} for {name}; found {value!r}")
+            raise ConfigError(f"{type(owner).__name__} needs a finite number {least} for {name}; found {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)

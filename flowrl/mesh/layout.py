@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from flowrl.errors import ConfigError, TextError
+from flowrl.schema.fields import shown
 
+MOST_DEVICES = 65_536
+"""Of a layout and of a cluster: what counts device by device is done in seconds, and no job is larger."""
+MOST_TEXT = 100
 LETTERS = {"d": "dp", "f": "fsdp", "t": "tp", "p": "pp"}
 ORDERS = ("mod", "div")
 _PART = re.compile(r"([a-z])([0-9]+)")
@@ -55,6 +59,8 @@ class Layout:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"Layout needs a whole number of at least 1 for {name}; found {value!r}")
+        if self.size > MOST_DEVICES:
+            raise ConfigError(f"a layout is for {MOST_DEVICES:,} devices at most; found {shown(self.size)}")
         if self.tp_order not in ORDERS:
             raise ConfigError(f"tp_order is 'mod' or 'div'; found {self.tp_order!r}")
         if self.tp == 1 and self.tp_order != "mod":
@@ -63,6 +69,12 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read "d4t2", "f8", "t8@div" (letters in any order, each once). Raises `TextError` that points at the place."""
+        if not isinstance(text, str):
+            raise TextError(f"a layout is text such as d4t2 or f8; found {shown(text)} ({type(text).__name__})")
+        if len(text) > MOST_TEXT:
+            raise TextError(
+                f"a layout is text such as d4t2 or f8, of {MOST_TEXT} characters at most; found {shown(text)}"
+            )
         body, mark, order = text.partition("@")
         if mark and order not in ORDERS:
             raise parse_error(text, len(body) + 1, len(order), "after '@' stands the order of ranks, 'mod' or 'div'")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from flowrl.errors import ConfigError, FlowError
 from flowrl.mesh import Layout
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import hints_of, is_int, is_number, is_text, shown
 
 _Made = TypeVar("_Made")
 
@@ -30,7 +30,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):
-        hints = _hints(type(value))
+        hints = hints_of(type(value))
         found = {name: encode(getattr(value, name)) for name in hints}
         # a float field that was given an integer is written as a float: equal values, equal texts
         return {name: float(one) if hints[name] is float else one for name, one in found.items()}
@@ -49,18 +49,12 @@ def decode(kind: type[_Made], value: Any, where: str) -> _Made:
     return cast(_Made, _decode(kind, value, where))
 
 
-@lru_cache(maxsize=64)
-def _hints(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
 def _decode(kind: Any, value: Any, where: str) -> Any:
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _any_of(parts, value, where)
     if origin is Literal:
-        if value not in parts:
+        if not any(type(value) is type(part) and value == part for part in parts):
             raise _wrong(where, " or ".join(map(repr, parts)), value)
         return value
     if origin is tuple:
@@ -73,16 +67,18 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return tuple(
             _decode(part, one, f"{where}[{i}]") for i, (part, one) in enumerate(zip(parts, value, strict=True))
         )
-    if kind is float and _is_number(value):
+    if kind is float and is_number(value):
         return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
+    if kind in _PLAIN and _is_plain(kind, value):
         return value
     if kind is Layout and isinstance(value, str):
         return _made(where, Layout.parse, value)
     if isinstance(kind, type) and issubclass(kind, Enum):
         known = [one.value for one in kind]
-        if value not in known:
-            raise ConfigError(f"'{where}' is {value!r}; {nearest(str(value), map(str, known))}")
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(
+                f"'{where}' is {shown(value)}; {nearest(value if isinstance(value, str) else '', map(str, known))}"
+            )
         return kind(value)
     if is_dataclass(kind) and kind is not Layout:
         return _object(cast(type, kind), value, where)
@@ -92,8 +88,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 def _any_of(parts: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and NoneType in parts:
         return None
-    plain = [one for one in parts if one in (int, float, str, bool)]
-    if type(value) in plain:
+    plain = [one for one in parts if one in _PLAIN]
+    if type(value) in plain and _is_plain(type(value), value):
         return value
     rest = [one for one in parts if one is not NoneType]
     if len(rest) == 1:
@@ -104,7 +100,7 @@ def _any_of(parts: tuple[Any, ...], value: Any, where: str) -> Any:
 def _object(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(where, f"an object ({kind.__name__})", value)
-    hints = _hints(kind)
+    hints = hints_of(kind)
     for key in value:
         if key not in hints:
             raise ConfigError(f"'{where}' has no key '{key}'; {nearest(str(key), hints)}")
@@ -126,10 +122,12 @@ def _made(where: str, make: Any, *values: Any, **named: Any) -> Any:
         raise ConfigError(f"'{where}': {error}") from error
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+_PLAIN = {int: is_int, float: is_number, str: is_text, bool: lambda value: True}
+
+
+def _is_plain(kind: type, value: Any) -> bool:
+    return type(value) is kind and _PLAIN[kind](value)
 
 
 def _wrong(where: str, wanted: str, value: Any) -> ConfigError:
-    shown = repr(value)
-    return ConfigError(f"'{where}' is {wanted}; found {shown if len(shown) <= 60 else shown[:57] + '...'}")
+    return ConfigError(f"'{where}' is {wanted}; found {shown(value)}")

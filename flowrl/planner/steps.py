@@ -16,6 +16,7 @@ from flowrl.cost.shapes import ModelShape
 from flowrl.cost.text import size_text, time_text
 from flowrl.errors import ConfigError
 from flowrl.graph.code import digest
+from flowrl.graph.schedule import check_staleness
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.mesh.placement import Placement
 from flowrl.planner.codec import decode, encode
@@ -26,10 +27,15 @@ from flowrl.planner.table import table
 from flowrl.planner.tasks import Hold, Lane, StepKind, Task
 from flowrl.planner.views import Viewed
 from flowrl.planner.workload import Workload
+from flowrl.schema.files import read_file, read_json, write_file
 
 FORMAT = "flowrl plan"
 VERSION = 1
 """Of the file format. A file of a newer one is refused."""
+
+MOST_S = 1e12
+"""Longest time that a plan in a file may predict, some 30,000 years."""
+MOST_BYTES = 2**60
 
 Setting = str | int | float | bool
 
@@ -171,8 +177,7 @@ class Plan(Viewed):
                     f"{self.cluster.num_devices - 1}"
                 )
             seen.add(step.name)
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness is a whole number of at least 0; found {self.max_staleness!r}")
+        check_staleness(self.max_staleness)
 
     @classmethod
     def of(
@@ -264,7 +269,7 @@ class Plan(Viewed):
         values = {"format": FORMAT, "version": VERSION, "hash": self.hash, **encode(self)}
         text = json.dumps(values, indent=1, allow_nan=False) + "\n"
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_file(path, text)
         return text
 
     @classmethod
@@ -274,10 +279,7 @@ class Plan(Viewed):
         Raises `ConfigError` for what is not a plan, a newer version, a plan that contradicts itself or was changed by hand (its
         hash is another one).
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"a plan is a JSON file; {error}") from error
+        values = read_json(text, "a plan")
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ConfigError(f'a plan is a JSON object with "format": "{FORMAT}"; this is none')
         version = values.pop("version", None)
@@ -290,6 +292,7 @@ class Plan(Viewed):
             )
         then = values.pop("hash", None)
         plan = decode(cls, values, "plan")
+        plan._check_predicted()
         if then != plan.hash:
             raise ConfigError(
                 f"the plan's steps have the hash {plan.hash}, and the file says {then}: it was changed after it was written; "
@@ -300,12 +303,37 @@ class Plan(Viewed):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """`from_json` of a file. Raises `ConfigError` for a file that cannot be read, too."""
+        text = read_file(path, "a plan")
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"the plan {path} cannot be read: {error.strerror or error}") from error
-        except (ConfigError, UnicodeDecodeError) as error:
+            return cls.from_json(text)
+        except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+    def _check_predicted(self) -> None:
+        """Raise `ConfigError` for predictions that no planner makes: what draws and prints them counts with them."""
+        outlook = self.predicted
+        if (
+            self.steps
+            and not (outlook.seconds > 0 and outlook.latency_s > 0)
+            and any(s.predicted.seconds for s in self.steps)
+        ):
+            raise ConfigError(
+                "the plan's steps take time, and 'predicted.seconds' and 'predicted.latency_s' say that the whole takes none"
+            )
+        numbers = {
+            "predicted.seconds": outlook.seconds,
+            "predicted.latency_s": outlook.latency_s,
+            "predicted.bound_s": outlook.bound_s,
+            "predicted.device_bytes": outlook.device_bytes,
+            "predicted.host_bytes": outlook.host_bytes,
+        }
+        for step in self.steps:
+            for name in ("seconds", "start_s", "num_bytes", "memory_bytes"):
+                numbers[f"predicted.{name} of step '{step.name}'"] = getattr(step.predicted, name)
+        for name, value in numbers.items():
+            most, what = (MOST_BYTES, "bytes") if name.split()[0].endswith("_bytes") else (MOST_S, "seconds")
+            if not 0 <= value <= most:
+                raise ConfigError(f"the plan's {name} is {what} from 0 to {most:.3g}; found {value!r}")
 
     # ---------------------------------------------------------------------------------------------------------- print
 

@@ -1,0 +1,102 @@
+"""Files that people name: read and written, with errors that say which file and why.
+
+A name may be that of a folder, be too long, hold a null character or point into a folder that is not there. The system says so as
+`OSError` or `ValueError`; here all of it is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import ConfigError
+from flowrl.schema.fields import shown
+
+
+def read_file(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file. `what` it should be is for errors: `a plan`."""
+    where = _path(path, what)
+    try:
+        return where.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_name(path)} is not {what}: it is no text in UTF-8 ({error})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be read from {_name(path)}: {_why(error)}") from error
+
+
+def write_file(path: str | Path, text: str, option: str = "") -> None:
+    """Write a UTF-8 file. `option` that named it, for errors: `--out`."""
+    where = _path(path, "a file")
+    try:
+        where.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option + ' ' if option else ''}{_name(path)} cannot be written: {_why(error)}") from error
+
+
+def check_writable(path: str | Path, option: str) -> None:
+    """Raise `ConfigError` now if a file could not be written later, as far as that can be told: before long work is done."""
+    where = _path(path, "a file")
+    try:
+        if where.is_dir():
+            raise ConfigError(f"{option} {_name(path)} is a folder; name a file in it")
+        where.exists()
+        is_there = where.parent.is_dir()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {_name(path)} cannot be written: {_why(error)}") from error
+    if not is_there:
+        raise ConfigError(f"{option} {_name(path)}: there is no folder {where.parent}")
+    if len(where.name.encode(errors="replace")) > MOST_NAME:
+        raise ConfigError(f"{option} {_name(path)} cannot be written: a file's name has {MOST_NAME} bytes at most")
+
+
+MOST_NAME = 255
+"""Bytes of a file's name on the usual file systems."""
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether there is a file or folder of a name that may not be one at all: too long, with a null character."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_json(text: object, what: str) -> Any:
+    """A JSON value. Raises `ConfigError` for what is none, is nested too deep, has a key twice or a number that is too long."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} is read from the text of a JSON file; found {shown(text)} ({type(text).__name__})")
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except ConfigError as error:
+        raise ConfigError(f"{what} is a JSON file; {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what} is a JSON file; this one is nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{what} is a JSON file; {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{what} is a JSON file; this one has a whole number of thousands of digits") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f"an object has the key {shown(twice)} twice; keep one of them")
+    return found
+
+
+def _path(path: object, what: str) -> Path:
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"{what} needs a path; found {shown(path)} ({type(path).__name__})")
+    return Path(path)
+
+
+def _name(path: str | Path) -> str:
+    text = str(path)
+    return repr(text if len(text) <= 200 else f"{text[:100]}...")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
