@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = recipe_of(args)
     _refuse_missing(recipe)
-    if args.nproc is not None:
-        return ranks.launch(recipe, args.arguments, nproc=args.nproc, timeout_s=args.timeout_s)
+    if args.nproc is not None or args.launcher is not None:
+        return ranks.launch(recipe, args.arguments, nproc=args.nproc, timeout_s=args.timeout_s, launcher=args.launcher)
     name = recipe.options.name or recipe.graph.name
     began = time.time()
     try:

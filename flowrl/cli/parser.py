@@ -53,6 +53,7 @@ examples:
   flowrl run examples/grpo.py --settings run.toml --seed 1
   flowrl run my_project/runs.py:small                   a function without arguments that returns a Recipe
   flowrl run my_project/runs.py:small --plan plan.json --nproc 4
+  flowrl run my_project/runs.py:small --plan plan.json --launcher ray
   torchrun --nproc-per-node 4 -m flowrl.cli run my_project/runs.py:small --plan plan.json
 
 What is given here wins over the settings file, key by key. The null engine needs no models. A model is a Hugging Face
@@ -356,6 +357,12 @@ def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str
     run.add_argument("--plan", metavar="PLAN.json", help="do it as a plan says: step by step, each on its devices")
     run.add_argument(
         "--nproc", type=int, metavar="N", help="start N processes on this host, one for each device of the plan"
+    )
+    run.add_argument(
+        "--launcher",
+        choices=("processes", "ray"),
+        help="what starts them: processes of this host (default), or ray: on a node of the Ray cluster at $RAY_ADDRESS, of "
+        "this host's, or of one started for the run",
     )
     run.add_argument(
         "--timeout-s",

@@ -1,21 +1,27 @@
-"""`flowrl run --plan PLAN.json --nproc N`: the same command in N processes, each a rank of the run."""
+"""`flowrl run --plan PLAN.json --nproc N`, or `--launcher ray`: the same command in several processes, each a rank of the run."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flowrl.cli import OK
 from flowrl.engines.launch.place import Place
+from flowrl.engines.launch.ray_options import RayOptions, gpus_of_rank, refuse_several_hosts
 from flowrl.engines.launch.spawn import run_job
 from flowrl.errors import ConfigError, FlowError
+from flowrl.model import Model
 
 if TYPE_CHECKING:
     from flowrl.recipe import Recipe
     from flowrl.runtime.local import Run
 
 ENTRY = "flowrl.cli.ranks:as_rank"
+RAY_JOB = "flowrl.engines.launch.ray_job"
+"""Loaded by name: it imports ray."""
 
 
 def is_rank() -> bool:
@@ -23,20 +29,45 @@ def is_rank() -> bool:
     return Place.of(os.environ).world > 1
 
 
-def launch(recipe: Recipe, arguments: list[str], *, nproc: int, timeout_s: float) -> int:
+def launch(
+    recipe: Recipe, arguments: list[str], *, nproc: int | None, timeout_s: float, launcher: str | None = None
+) -> int:
     """Start the ranks and wait for them; what cannot run is refused before.
+
+    Args:
+        nproc: how many; None: as many as the plan uses devices.
+        launcher: of `LAUNCHERS`; None: processes of this host.
 
     Errors: ConfigError for no plan, or one for another number of ranks; RunError with the first error of any rank.
     """
     from flowrl.runtime.ranks import check_ranks
 
     if recipe.plan is None:
+        option = f"--nproc {nproc}" if launcher is None else f"--launcher {launcher}"
         raise ConfigError(
-            f"--nproc {nproc} needs a plan, which says what each process does: --plan plan.json (flowrl plan ... --out plan.json)"
+            f"{option} needs a plan, which says what each process does: --plan plan.json (flowrl plan ... --out plan.json)"
         )
+    if nproc is None:
+        nproc = 1 + max((device for step in recipe.plan.steps for device in step.devices), default=0)
     check_ranks(recipe.flow, plan=recipe.plan, world=nproc, seed=recipe.seed, options=recipe.options, **recipe.inputs)
-    run_job(ENTRY, {"arguments": arguments, "timeout_s": timeout_s}, nproc)
+    LAUNCHERS[launcher or "processes"](recipe, {"arguments": arguments, "timeout_s": timeout_s}, nproc)
     return OK
+
+
+def _in_processes(recipe: Recipe, said: dict[str, Any], nproc: int) -> None:
+    run_job(ENTRY, said, nproc)
+
+
+def _on_ray(recipe: Recipe, said: dict[str, Any], nproc: int) -> None:
+    assert recipe.plan is not None
+    refuse_several_hosts(recipe.plan, nproc)
+    models = [value for value in recipe.inputs.values() if isinstance(value, Model)]
+    options = RayOptions(gpus=gpus_of_rank(recipe.engine, models, recipe.plan.cluster))
+    importlib.import_module(RAY_JOB).run_job(ENTRY, said, nproc, options=options)
+
+
+LAUNCHERS: dict[str, Callable[[Recipe, dict[str, Any], int], None]] = {"processes": _in_processes, "ray": _on_ray}
+"""How ranks are started: `--launcher`."""
 
 
 def as_rank(said: dict[str, Any]) -> None:

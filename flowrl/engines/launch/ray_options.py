@@ -10,6 +10,7 @@ from flowrl.mesh import Cluster
 from flowrl.model import Model
 from flowrl.planner.steps import Plan
 
+LOOPBACK = "127.0.0.1"
 LOCAL = "local"
 """Address of a cluster of one node that is started for the job, and ended with it."""
 
@@ -38,11 +39,13 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.cpus < 0 or self.gpus < 0 or not self.cpus + self.gpus:
-            raise ConfigError(f"a rank asks for a part of a CPU or GPU at least; found cpus={self.cpus:g}, gpus={self.gpus:g}")
+            raise ConfigError(
+                f"a rank asks for a part of a CPU or GPU at least; found cpus={self.cpus:g}, gpus={self.gpus:g}"
+            )
         if self.address is not None and self.address.startswith("ray://"):
             raise ConfigError(
-                f"ranks are started from a node of the cluster, not through a client; found {self.address}: start this command on "
-                "a node, with that node's address (HOST:PORT), or by `ray job submit`"
+                f"ranks are started from a node of the cluster, not through a client; found {self.address}: start this "
+                "command on a node, with that node's address (HOST:PORT), or by `ray job submit`"
             )
         for name in ("place_s", "start_s", "silent_s"):
             if not getattr(self, name) > 0:
@@ -61,6 +64,6 @@ def refuse_several_hosts(plan: Plan, nproc: int) -> None:
     last = cluster.node_of(nproc - 1)
     if last:
         raise ConfigError(
-            f"plan '{plan.name}' has {nproc} ranks on {last + 1} hosts of {cluster.devices_per_node} devices; rows cross ranks in "
-            f"the memory of one host so far: plan for a cluster of one host (at most {cluster.devices_per_node} devices here)"
+            f"plan '{plan.name}' has {nproc} ranks on {last + 1} hosts of {cluster.devices_per_node} devices; rows cross ranks "
+            f"in the memory of one host so far: plan for a cluster of one host (at most {cluster.devices_per_node} devices here)"
         )

@@ -29,8 +29,13 @@ def main(text: str) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what asks for input gets none
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     said = json.loads(text)
+    return attempt(said["entry"], said["argument"])
+
+
+def attempt(entry: str, argument: Any) -> int:
+    """Call a rank function, whichever launcher started this rank; 0 when it ended well. The job is told of what went wrong."""
     try:
-        found(said["entry"])(said["argument"])
+        found(entry)(argument)
     except RankFailed:
         return FAILED  # whoever failed has said so
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ OPTIONS = {
     "check": ["--config", "--help", "--settings", "--traceback", "TARGET"],
     "show": ["--config", "--format", "--help", "--optimised", "--traceback", "--until", "TARGET"],
     "run": [
-        "--config", "--data", "--engine", "--help", "--model", "--nproc", "--plan", "--seed", "--set", "--settings", "--steps",
+        "--config", "--data", "--engine", "--help", "--launcher", "--model", "--nproc", "--plan", "--seed", "--set", "--settings", "--steps",
         "--timeout-s", "--traceback", "TARGET",
     ],
     "plan": [
