@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from flowrl.engines.offload.lanes import lanes_for
 from flowrl.engines.offload.memory import HostMemory, Region
+from flowrl.engines.offload.state import local_of
 from flowrl.errors import EngineError
 
 ALIGN = 256
@@ -83,8 +84,8 @@ class Parked:
         self._sizes: list[int] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
         """(what shows NaN, its own data)."""
-        self._copied: list[tuple[int, int]] = []
-        """(address of the storage object, bytes) of what the host's copy is of."""
+        self._copied: list[tuple[int, int, int]] = []
+        """What the host's copy is of; see `_stamps`."""
         self._region: Region | None = None
 
     @property
@@ -120,7 +121,9 @@ class Parked:
 
         Args:
             writes: False when nothing has changed since it came in: the copy on the hosts is still good. Without one, or when
-                other tensors have come up, it is copied all the same.
+                PyTorch knows of a change (a tensor written in place, other tensors), it is copied all the same.
+
+        The device copies one thing in each direction at a time: a number read from it meanwhile waits until this is out.
 
         Errors: EngineError when it is not on the device, has memory that cannot be given back, or the host has too little.
         """
@@ -128,7 +131,7 @@ class Parked:
         try:
             self._away = self._storages()
             self._sizes = [storage.nbytes() for storage in self._away]
-            now = [(storage._cdata, storage.nbytes()) for storage in self._away]
+            now = self._stamps()
             if not writes and now == self._copied:
                 return 0
             host = self._host_views(keep=False)
@@ -200,7 +203,7 @@ class Parked:
         """Each once, in the order of the tensors."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_of(tensor)
             storage = local.untyped_storage()
             if local.device != self._device or not storage.nbytes():
                 continue
@@ -211,6 +214,18 @@ class Parked:
                 )
             found.setdefault(storage._cdata, storage)
         return list(found.values())
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        """(address of the storage object, bytes, writes that PyTorch has counted) of each tensor."""
+        locals_ = [local_of(tensor) for tensor in self._tensors()]
+        return [
+            (
+                one.untyped_storage()._cdata,
+                one.untyped_storage().nbytes(),
+                -1 if one.is_inference() else one._version,
+            )
+            for one in locals_
+        ]
 
     def _host_views(self, *, keep: bool) -> list[Tensor]:
         """A place in host memory for each storage; the copy there is lost unless it is kept."""
