@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures a ma
 
 
 def failed(cluster: Cluster) -> list[str]:
-    """Notes of what could not be measured; that other programs run beside a test, and what is refused because of them, is none."""
+    """Notes of what could not be measured; other programs beside a test, and what is refused for them, are none."""
     return [note for note in cluster.notes if not note.startswith("the machine was busy") and REFUSED not in note]
 
 
