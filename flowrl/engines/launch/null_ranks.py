@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,6 @@ class NullRanks:
     """See `flowrl.engines.launch.protocol.RankEngine`."""
 
     name = "null"
-    handover = "copied whole, through shared memory"
 
     def __init__(self, board: Board) -> None:
         self._rank = board.rank
@@ -34,6 +33,18 @@ class NullRanks:
 
     def shares_rows(self, site: Site) -> bool:
         return False
+
+    def handover(self, source: Site, target: Site) -> str:
+        return "copied whole, through shared memory"
+
+    def connect(self, edges: Sequence[tuple[Site, Site]]) -> None:
+        pass
+
+    def brings(self, source: Site, target: Site) -> bool:
+        return False
+
+    def bring(self, source: Site, giver: Host | None, target: Site, taker: Host | None, version: int) -> int:
+        raise EngineError(f"the null engine has no way of its own from {source.name} to {target.name}")
 
     def export(self, host: Host, *, keep: bool) -> dict[str, np.ndarray]:
         null = _null(host)

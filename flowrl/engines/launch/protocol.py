@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,8 +56,6 @@ class RankEngine(Protocol):
     """Opens models on sites. Every rank of the job calls `open` for every site, in the same order."""
 
     name: str
-    handover: str
-    """How new weights come from one site to another, in words, for the trace."""
 
     def check(self, site: Site, model: Model) -> str:
         """Why the engine cannot do what is asked of a site; "" when it can. Loads nothing."""
@@ -73,6 +71,22 @@ class RankEngine(Protocol):
 
     def shares_rows(self, site: Site) -> bool:
         """Whether all ranks of the site are to call its hosts with all rows, which they share out themselves."""
+        ...
+
+    def handover(self, source: Site, target: Site) -> str:
+        """How new weights come from one site to another, in words, for the trace."""
+        ...
+
+    def connect(self, edges: Sequence[tuple[Site, Site]]) -> None:
+        """Get ready for weights from site to site. Every rank calls it once, after `open`, with all edges of the run."""
+        ...
+
+    def brings(self, source: Site, target: Site) -> bool:
+        """Whether `bring` does this edge; else whole weights are exported, passed on and loaded."""
+        ...
+
+    def bring(self, source: Site, giver: Host | None, target: Site, taker: Host | None, version: int) -> int:
+        """Bring weights from site to site; bytes that this rank took. All ranks of both sites call it."""
         ...
 
     def export(self, host: Host, *, keep: bool) -> dict[str, np.ndarray]:

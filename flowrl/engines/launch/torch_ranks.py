@@ -8,7 +8,7 @@ one rank                            as without ranks
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from flowrl.engines.host_torch import TorchEngine, TorchHost
 from flowrl.engines.launch.board import Board
 from flowrl.engines.launch.protocol import Site
+from flowrl.engines.launch.torch_edges import HOW, Edges
 from flowrl.engines.loading import find_pretrained, load, tokenizer_of
 from flowrl.engines.mesh.guard import Patience
 from flowrl.engines.mesh.host import open_on_mesh
@@ -44,11 +45,12 @@ class TorchRanks:
     """See `flowrl.engines.launch.protocol.RankEngine`."""
 
     name = "torch"
-    handover = "gathered whole on the trainer's ranks, and copied whole through shared memory (no reshard)"
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._meshes: dict[tuple[tuple[int, ...], Layout, str], RankMesh | None] = {}
+        self._edges = Edges(board)
+        self._on_gpu = False
         self._has_group = False
         if torch.cuda.is_available() and board.world > 1:
             torch.cuda.set_device(board.rank % torch.cuda.device_count())
@@ -65,12 +67,13 @@ class TorchRanks:
         return ""
 
     def open(self, site: Site, model: Model, *, seed: int) -> Host | None:
+        self._on_gpu |= _device_of(model) == "cuda"
         host: Host | None = None
         if not self.shares_rows(site):
             if self._board.rank in site.ranks:
                 host = TorchEngine().open(site.model, model, site.uses, seed=seed)
         else:
-            mesh = self._mesh(site, "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda")
+            mesh = self._mesh(site, _device_of(model))
             host = None if mesh is None else open_on_mesh(site.model, model, site.uses, mesh, seed=seed)
         if host is not None:
             _writes_when_asked(_torch(host).module)
@@ -81,6 +84,24 @@ class TorchRanks:
 
     def shares_rows(self, site: Site) -> bool:
         return len(site.ranks) > 1 and "generate" not in site.uses
+
+    def handover(self, source: Site, target: Site) -> str:
+        return (
+            HOW if self.brings(source, target) else "gathered whole on the source's ranks, copied through shared memory"
+        )
+
+    def connect(self, edges: Sequence[tuple[Site, Site]]) -> None:
+        direct = [edge for edge in edges if self.brings(*edge)]
+        if direct:
+            self._begin("cuda" if self._on_gpu else "cpu")
+            self._edges.connect(direct)
+
+    def brings(self, source: Site, target: Site) -> bool:
+        return not self.shares_rows(target)  # into whole copies, in place; a target in shards gathers its own part
+
+    def bring(self, source: Site, giver: Host | None, target: Site, taker: Host | None, version: int) -> int:
+        given, taken = (None if host is None else _torch(host) for host in (giver, taker))
+        return self._edges.run(source, given, target, taken, version)
 
     def export(self, host: Host, *, keep: bool) -> dict[str, np.ndarray]:
         weights = _torch(host).weights
@@ -114,6 +135,7 @@ class TorchRanks:
             if mesh is not None:
                 mesh.close()
         self._meshes.clear()
+        self._edges = Edges(self._board)
         if self._has_group and dist.is_initialized():
             self._part()
             dist.destroy_process_group()
@@ -170,7 +192,7 @@ class TorchRanks:
             port = int(board.get([key], timeout_s=MEET_S, what=lambda _: "for rank 0, which opens the job's store")[0])
             store = TCPStore(LOOPBACK, port, board.world, is_master=False, timeout=wait)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=board.rank, world_size=board.world,
+            "nccl" if device == "cuda" else "gloo", store=store, rank=board.rank, world_size=board.world,
             timeout=timedelta(seconds=self._timeout_s),
         )  # fmt: skip
         self._has_group = True
@@ -203,6 +225,10 @@ class _Elsewhere:
 
     def close(self) -> None:
         pass
+
+
+def _device_of(model: Model) -> str:
+    return "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
 def _writes_when_asked(module: nn.Module) -> None:

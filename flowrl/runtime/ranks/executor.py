@@ -206,13 +206,15 @@ class RankExecutor(PlannedExecutor):
                 f"step '{step.name}' of the plan hands over the weights of {', '.join(unknown) or 'no model'}; the run has "
                 f"{', '.join(self.hosts)}"
             )
-        total, runs = 0, False
+        total, how = 0, []
         for model in step.reads:
-            names = {site.name for site in self.desk.places.others(model) if site.ranks == tuple(step.mesh.devices)}
-            runs |= bool(names & self._behind.get(model, set()))
-            total += self._hand_over(model, names)
+            main = self.desk.places.main[model]
+            sites = [site for site in self.desk.places.others(model) if site.ranks == tuple(step.mesh.devices)]
+            behind = self._behind.get(model, set())
+            how += [self.desk.engine.handover(main, site) for site in sites if site.name in behind]
+            total += self._hand_over(model, {site.name for site in sites})
             total += self.shared[model].publish()
-        return Moved(total, self.desk.engine.handover if runs else "the samplers have these weights already")
+        return Moved(total, "; ".join(dict.fromkeys(how)) or "the samplers have these weights already")
 
     # ----------------------------------------------------------------------------------------------------------- moves
 

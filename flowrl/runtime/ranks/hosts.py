@@ -152,20 +152,18 @@ class SharedHost:
             return 0
         key, first = desk.key(f"to {target.name}"), self._main.ranks[0]
         edge = f"the weights of model '{self.name}' for {target.name}"
-        mine = None
-        if main is not None:
-            version = main.version
-            changed = version != self._sent.get(target, 0)
-            weights = desk.engine.export(main, keep=desk.rank == first) if changed else {}
-            self._sent[target] = version
-            mine = (weights, version) if desk.rank == first else None
+        version = desk.exchange.tell(f"{key}/version", first, None if main is None else main.version, edge)
+        if version == self._sent.get(target, 0):
+            return 0  # an update that took no step
+        self._sent[target] = version
+        if desk.engine.brings(self._main, target):
+            return desk.engine.bring(self._main, main, target, taker, version)
+        weights = desk.engine.export(main, keep=desk.rank == first) if main is not None else {}
+        mine = (weights, None) if desk.rank == first else None
         if taker is None and mine is None:
             return 0
         whole = desk.exchange.share(key, (first,), mine, edge)
-        (version,) = whole.said
-        if taker is None or not whole.arrays:
-            return 0
-        return desk.engine.load(taker, whole.arrays, version)
+        return 0 if taker is None else desk.engine.load(taker, whole.arrays, version)
 
     def blend(self, source: Host, decay: float) -> None:
         """weights = decay * weights + (1 - decay) * source's, on each site; ranks of the source's main site give theirs."""

@@ -201,6 +201,7 @@ def open_shared(
             host = engine.open(site, models[site.model], seed=seed)
             if host is not None:
                 opened[site] = host
+        engine.connect([(places.main[name], other) for name in places.main for other in places.others(name)])
         shared = {}
         for name in places.main:
             mine = {site: host for site, host in opened.items() if site.model == name}
