@@ -142,7 +142,7 @@ def _moves(scene: Scene) -> Figure | None:
     num_bytes, took_s = most.step.predicted.num_bytes, most.end_s - most.start_s
     kind = KINDS[most.step.kind][1]
     note = f"{kind}, predicted, over all devices, in {units.seconds(took_s)}; all steps move {units.size(total)}"
-    return Figure("moves most", f"{most.step.name}, {units.size(num_bytes)}", note)
+    return Figure("moves most", f"{units.size(num_bytes)}, {most.step.name}", note)
 
 
 def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
