@@ -24,6 +24,7 @@ from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
 from flowrl.runtime.applied import Applied, apply_offload, apply_settings, calls_of
+from flowrl.runtime.complete import check_complete
 from flowrl.runtime.context import Context, StepLog, Table, Value
 from flowrl.runtime.executor import Executor, needed
 from flowrl.runtime.program import Act, Action, Program, paths_of, program_of
@@ -87,7 +88,9 @@ def bound_of(
 ) -> Bound:
     """A plan on as many devices as the program is for. Errors: as of `bind`, except for the number of devices."""
     drift = _drift(plan, graph, allowed=allow_drift)
-    program, applied = compile_program(), apply_settings(plan, graph, models)
+    program = compile_program()
+    check_complete(plan, graph)
+    applied = apply_settings(plan, graph, models)
     return Bound(plan, program, applied, drift, tuple(_other_models(plan, models)))
 
 
@@ -118,7 +121,10 @@ def _drift(plan: Plan, graph: Graph, *, allowed: bool) -> tuple[Drift, ...]:
     text = str(graph)
     for one in found:  # the graph as it was, if nothing but its code has changed
         text = text.replace(f'"{one.now}"', f'"{one.then}"')
-    if digest(text) != plan.graph_hash:
+    if plan.graph_hash not in (
+        digest(text),
+        graph.hash,
+    ):  # the latter: only the plan's list of operators is another one
         raise ConfigError(
             f"plan '{plan.name}' is for another graph: its hash is {plan.graph_hash}, and that of flow '{graph.name}' after "
             f"pruning and merging {graph.hash}; {_difference(plan, graph, then, now)}. Plan this flow with this configuration"

@@ -37,9 +37,13 @@ def move(kind: StepKind, name: str, node: str, *reads: str) -> Step:
 
 
 def plan_of(flow: fr.Flow | fr.Graph, steps: Sequence[Step | str] | None = None, **fields: Any) -> Plan:
-    """A plan of these steps in this order; a name stands for its compute step. Without steps, the models' nodes as written."""
+    """A plan of these steps in this order; a name stands for its compute step. Nodes of models without a step come first, as the
+    flow has them, unless no step is wanted: []."""
     graph, _ = optimise(flow if isinstance(flow, fr.Graph) else flow.graph())
-    made = [compute(one) if isinstance(one, str) else one for one in (calls(graph) if steps is None else steps)]
+    given_steps = [compute(one) if isinstance(one, str) else one for one in steps or ()]
+    named = {step.node for step in given_steps if step.kind is StepKind.COMPUTE}
+    others = [] if steps == [] else [compute(one) for one in calls(graph) if one not in named]
+    made = [*others, *given_steps]
     given = {"operator_hashes": code_in(graph), "cluster": Cluster.named("8xA100-80G"), **fields}
     cluster = given.pop("cluster")
     return Plan.of(graph.name, graph.hash, cluster, made, order=[step.name for step in made], **given)

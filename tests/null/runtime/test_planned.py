@@ -396,6 +396,35 @@ def test_a_plan_is_a_plan():
         run(grpo, MODELS).compare()
 
 
+def test_a_plan_computes_each_node_once():
+    whole = plan_of(grpo)
+    dropped = replace(whole, steps=whole.steps[:-1])
+    with pytest.raises(ConfigError, match=r"has no step for 'update', which flow 'grpo' computes"):
+        run(grpo, MODELS, plan=dropped)
+    again = replace(whole, steps=(*whole.steps, replace(whole.steps[0], name="again")))
+    with pytest.raises(ConfigError, match=r"computes 'rollout' 2 times, in the steps 'rollout', 'again'"):
+        run(grpo, MODELS, plan=again)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("offload", "nope"), ("offload", 3), ("micro_batch_tokens", "x"), ("micro_batch_tokens", 0), ("micro_batch_tokens", True),
+     ("micro_batch_tokens", 10**5000), ("recompute", "yes"), ("utilization", 0), ("utilization", float("nan")),
+     ("park_weights", 1)],
+    ids=lambda one: "digits" if isinstance(one, int) and one > 10**9 else None,
+)  # fmt: skip
+def test_a_setting_that_means_nothing_is_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"step 'update' of the plan has {name}=.*; it is "):
+        run(grpo, MODELS, plan=plan_of(grpo, ["rollout", compute("update", **{name: value})]))
+
+
+def test_a_changed_list_of_operators_names_them():
+    plan = plan_of(grpo)
+    changed = replace(plan, operator_hashes=tuple((name, "0" * 12) for name, _ in plan.operator_hashes))
+    with pytest.raises(TraceError, match=r"\(hash 000000000000 then, [0-9a-f]{12} now\)"):
+        run(grpo, MODELS, plan=changed)
+
+
 def test_another_model_than_the_plans_is_said():
     workload = fr.Workload(4, fr.Lengths.fixed(6), fr.Lengths.fixed(12))
     plan = fr.plan(grpo, models={"policy": SHAPE, "ref": SHAPE}, cluster="cpu", workload=workload)
@@ -459,7 +488,7 @@ def test_an_engine_that_keeps_its_memory_gets_what_the_others_leave():
     def share(update_bytes: float) -> float:
         plan = plan_of(grpo, steps)
         peaks = {"rollout": whole, "update": round(update_bytes)}
-        held = [replace(s, predicted=replace(s.predicted, memory_bytes=peaks[s.name])) for s in plan.steps]
+        held = [replace(s, predicted=replace(s.predicted, memory_bytes=peaks.get(s.name, 0))) for s in plan.steps]
         done = run(grpo, vllm, plan=replace(plan, steps=tuple(held)))
         options = done.hosts["policy"].spec.sampler_options
         assert options["max_model_len"] == 64
