@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from examples.gallery.runs import RUNS
 from examples.tiny import CharTokenizer
 from flowrl.planner.steps import Plan
 from flowrl.runtime.rundir import RunDir
+from flowrl.viz.frame import asset
+from flowrl.viz.palette import css
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.page import run_html
 from tests.cpu.viz.chromium import Chromium, browser
@@ -82,7 +85,6 @@ SHOTS = (
     Shot("moe-why", "grpo-30b-a3b-8xH100", "#why"),
     Shot("run-curves", "run", "header", "#curves"),
     Shot("run-responses", "run", "#responses", before=COLOURED),
-    Shot("runs-compared", "compared", "header", ".charts figure:nth-of-type(3)"),
     Shot("runs-differ", "compared", "#settings"),
 )
 
@@ -162,10 +164,14 @@ LOADED = "Math.round(performance.timing.loadEventEnd - performance.timing.naviga
 
 
 def small(png: bytes) -> bytes:
-    """The picture in its most frequent colours: fills stay as they are, edges of letters get the nearest."""
+    """The picture in the colours that pages name and its most frequent others; the edges of letters get the nearest."""
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
     colours, places, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True)
-    kept = colours[np.sort(np.argsort(-counts, kind="stable")[:COLOURS])].astype(np.int32)
+    ours = [
+        [int(one[at : at + 2], 16) for at in (1, 3, 5)] for one in re.findall("#[0-9a-f]{6}", css() + asset("page.css"))
+    ]
+    is_ours = (colours[:, None] == np.array(ours)[None]).all(axis=2).any(axis=1)
+    kept = colours[np.sort(np.lexsort((-counts, ~is_ours))[:COLOURS])].astype(np.int32)
     distances = ((colours.astype(np.int32)[:, None] - kept[None]) ** 2).sum(axis=2)
     out = io.BytesIO()
     found = Image.fromarray(distances.argmin(axis=1)[places].reshape(pixels.shape[:2]).astype(np.uint8), "P")
