@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,27 @@ def alone() -> tuple[list[dict[str, float]], dict[str, dict[str, np.ndarray]]]:
     """Metrics and weights of one process without a plan."""
     with fr.run_local(grpo.graph(), steps=STEPS, **OPTIONS, **inputs()) as run:
         return numbers(run), {name: run.hosts[name].state()["weights"] for name in ("policy", "ref")}
+
+
+@fr.operator(writes={"reward": fr.SAMPLE.f32})
+def deadly(response, max_policy_version: fr.SAMPLE.i32, *, rank: int):
+    """Ends its process, without a word, on one rank, when the policy has changed."""
+    if os.environ.get("RANK") == str(rank) and len(response) and max_policy_version[0] > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.array([len(text) for text in response], np.float32)
+
+
+@fr.flow
+def short(prompts, policy, ref, *, rank=1):
+    rows = fr.rollout(policy, prompts, n=4)
+    rows = fr.logprobs(ref, rows, out="ref_logprobs")
+    rows = advantages.group_norm(deadly(rows, rank=rank))
+    return fr.update(policy, rows, loss=losses.ppo_clip(0.2) + 0.1 * losses.kl("k3"))
+
+
+def killed(said: dict[str, Any]) -> None:
+    """On each rank."""
+    Path(said["folder"], f"pid.{os.environ['RANK']}").write_text(f"{os.getpid()} {os.environ['FLOWRL_JOB']}")
+    two = Mesh(0, 2)
+    plan = plan_of(short.graph(), {"rollout": (two, "d2"), "ref_logprobs": (two, "f2"), "update": (two, "f2")})
+    run_ranks(short.graph(), plan=plan, steps=3, timeout_s=60.0, **{**OPTIONS, "out": said["folder"]}, **inputs())

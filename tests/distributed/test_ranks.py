@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from flowrl.engines.launch.spawn import run_job
+from flowrl.errors import RunError
+from flowrl.runtime.rundir import RunDir
 from tests.distributed import rank_flows
 
 
@@ -44,3 +47,15 @@ def test_grpo_on_ranks_trains_as_one_process_does(world: int, shapes: list[str],
                 np.testing.assert_allclose(saved[tensor].numpy(), value, atol=1e-5, rtol=0)
         assert len(ranks[0]["moved"]) == rank_flows.STEPS
         assert all("from shards straight into" in text for rank in ranks for text in rank["moved"])
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"^rank 1 failed first, in step 1, at 'deadly': its process "):
+        run_job("tests.distributed.rank_flows:killed", {"folder": str(tmp_path)}, 2)
+    for path in tmp_path.glob("pid.*"):
+        pid, job = path.read_text().split()
+        assert not Path(job).exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    run = RunDir.open(tmp_path / "short-1")
+    assert run.status == "failed" and [row["step"] for row in run.metrics()] == [0]

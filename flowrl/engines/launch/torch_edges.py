@@ -59,8 +59,8 @@ class Edges:
         self._groups: dict[tuple[Site, Site], dist.ProcessGroup] = {}
 
     def connect(self, edges: Sequence[tuple[Site, Site]]) -> None:
-        """Make the process group of each edge. All ranks of the job come here, with the edges in one order: torch names a group by
-        how many the process has made."""
+        """Make the process group of each edge. All ranks of the job come here, with the edges in one order: torch names groups
+        by their number in the process."""
         for source, target in edges:
             self._groups[source, target] = dist.new_group(sorted({*source.ranks, *target.ranks}))
 

@@ -23,18 +23,18 @@ def cut(weights: np.ndarray, parts: int, *, firsts: np.ndarray | None = None) ->
         firsts: rows at which a part may begin, rising from 0; None: all of them.
     """
     count = len(weights)
-    starts = np.arange(count) if firsts is None else np.asarray(firsts, np.int64)
+    places = np.append(np.arange(count) if firsts is None else np.asarray(firsts, np.int64), count)
     before = np.concatenate(
         [np.zeros(1), np.cumsum(np.asarray(weights, np.float64) + 1e-9)]
     )  # rows of no weight count a little
+    marks = before[places]
     edges = [0]
     for part in range(1, parts):
         goal = before[-1] * part / parts
-        nearest = int(np.searchsorted(before[starts], goal)) if len(starts) else 0
-        if 0 < nearest < len(starts) and goal - before[starts[nearest - 1]] <= before[starts[nearest]] - goal:
+        nearest = int(np.searchsorted(marks, goal))
+        if nearest > 0 and goal - marks[nearest - 1] <= marks[nearest] - goal:
             nearest -= 1
-        edge = int(starts[nearest]) if nearest < len(starts) else count
-        edges.append(max(edge, edges[-1]))
+        edges.append(max(int(places[nearest]), edges[-1]))
     return tuple(zip(edges, [*edges[1:], count], strict=True))
 
 
