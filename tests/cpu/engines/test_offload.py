@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from benchmarks import offload
 from flowrl.cost.offload import Offload
 from flowrl.engines.offload.home import Home
 from flowrl.engines.offload.layout import LINE, FlatLayout
@@ -363,3 +364,12 @@ def test_an_optimizer_streams_shards(mesh):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     with pytest.raises(EngineError, match="in shards on a mesh"):
         CpuAdamW.over(sharded(mesh)[1], OPTIONS, torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------- benchmark
+
+
+def test_the_benchmark_compares_equal_steps(capsys):
+    assert offload.main(["--tiny", "--repeats", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("'is_equal': True") == 2 and "177,088 parameters" in said
