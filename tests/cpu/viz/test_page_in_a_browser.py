@@ -191,7 +191,7 @@ def test_an_edge_leads_to_its_columns(browser: Any, pages: dict[str, Path]) -> N
 def test_names_do_not_lie_on_each_other(browser: Any, pages: dict[str, Path]) -> None:
     browser.open(pages["whole"])
     overlaps = browser.run(
-        """['gantt', 'map', 'flow', 'mem-devices-0', 'mem-devices-1', 'residuals', 'pareto', 'version'].flatMap(id => {
+        """['gantt', 'map', 'flow', 'mem-devices-0', 'mem-devices-1', 'residuals', 'pareto', 'versions'].flatMap(id => {
           const texts = [...document.querySelectorAll(`#${id} text`)].filter(t => t.textContent.trim());
           const boxes = texts.map(t => [t.textContent, t.getBoundingClientRect()]);
           const meet = (p, q) =>
