@@ -25,6 +25,7 @@ from flowrl.graph.operators import OperatorCall, State
 from flowrl.runtime import models, tables
 from flowrl.runtime.context import Context, StepLog, Table, result
 from flowrl.runtime.operators import Applied, run_operator
+from flowrl.runtime.pool import default_workers, named_elsewhere
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.exchange import lengths_of
 from flowrl.runtime.ranks.shares import Bounds, cut, neighbours
@@ -105,6 +106,8 @@ class Operate:
         desk, key = self._desk, self._desk.key()
         if desk.is_alone:
             return run_operator(call, rows, state=state, place=place, workers=workers)
+        if workers is None and call.processes and named_elsewhere(call):
+            workers = max(1, default_workers() // desk.exchange.board.world)  # ranks share the processors of the host
         bounds = _bounds(call, rows, len(desk.workers))
         ranks = _working(desk.workers, bounds)
         mine, failed = None, (0, "")

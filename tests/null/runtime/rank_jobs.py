@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import flowrl as fr
 from examples.flows import dapo, debate, grpo, judged, online_dpo, ppo, remax, replayed, supervised, tool_use, vine
 from flowrl.graph.drift import code_in
@@ -18,6 +20,7 @@ from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.steps import Plan, Predicted, Step
 from flowrl.planner.tasks import Lane, StepKind
 from flowrl.runtime.ranks import run_ranks
+from flowrl_operators import losses
 
 PROMPTS = [{"prompt_id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
 TABLE = {f"{i}+1=": [str(i + 1), "7", f"\\boxed{{{i + 1}}}"] for i in range(12)}
@@ -96,9 +99,16 @@ def layouts(shape: str, world: int) -> Mapping[str, tuple[Mesh, Layout]]:
 def plan_of(graph: fr.Graph, world: int, shape: str = "together") -> Plan:
     """A plan of the models' nodes, as they are written."""
     graph, _ = optimise(graph)
-    where = layouts(shape, world)
+    where = layouts("scattered" if shape == "reordered" else shape, world)
     steps = []
-    for name, kind in calls(graph):
+    listed = list(calls(graph))
+    if (
+        shape == "reordered"
+    ):  # forward passes wait for tokens only, so a plan may have them in another order than the flow
+        forward = [one for one in listed if KINDS[one[1]].is_forward]
+        others = iter(reversed(forward))
+        listed = [next(others) if one in forward else one for one in listed]
+    for name, kind in listed:
         mesh, layout = where.get(kind, where[""])
         steps.append(Step(name, name, StepKind.COMPUTE, mesh, (Lane.COMPUTE,), Predicted(0.5), layout=layout))
     order = [step.name for step in steps]
@@ -136,6 +146,44 @@ def on_ranks(name: str, shape: str, world: int, **options: Any) -> fr.Run:
     return run_ranks(graph, plan=plan_of(graph, world, shape), steps=STEPS, engine="null", **given, **inputs)
 
 
+@fr.operator(writes={"reward": fr.SAMPLE.f32})
+def counted(response, sample_id: fr.SAMPLE.str, *, folder: str):
+    """Writes down which rows it sees."""
+    with open(Path(folder, f"seen.{os.environ['RANK']}"), "a") as file:
+        file.writelines(f"{name}\n" for name in sample_id)
+    return np.array([len(text) for text in response], np.float32)
+
+
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality=fr.group("prompt_id"))
+def counted_group(reward: fr.SAMPLE.f32, sample_id: fr.SAMPLE.str, *, folder: str):
+    with open(Path(folder, f"groups.{os.environ['RANK']}"), "a") as file:
+        file.write(f"{sorted(sample_id)}\n")
+    return reward - reward.mean()
+
+
+@fr.operator(writes={"advantage": fr.SAMPLE.f32}, locality="batch", replaces=True)
+def counted_batch(advantage: fr.SAMPLE.f32, *, folder: str):
+    with open(Path(folder, f"batches.{os.environ['RANK']}"), "a") as file:
+        file.write(f"{len(advantage)}\n")
+    return advantage / (1 + np.abs(advantage).max())
+
+
+@fr.flow
+def counting(prompts, policy, *, folder=""):
+    rows = counted(fr.rollout(policy, prompts, n=4), folder=folder)
+    rows = counted_group(rows, folder=folder)
+    rows = counted_batch(rows, folder=folder)
+    return fr.update(policy, rows, loss=losses.ppo_clip(0.2))
+
+
+def counts(said: dict[str, Any]) -> None:
+    """On each rank: one step of operators that write down what they see."""
+    graph = counting.graph(folder=said["folder"])
+    plan = plan_of(graph, int(os.environ["WORLD_SIZE"]))
+    options = {**OPTIONS, "out": None, "timeout_s": 60.0}
+    run_ranks(graph, plan=plan, engine="null", prompts=PROMPTS, policy=MODEL, **options)
+
+
 def every_flow(said: dict[str, Any]) -> None:
     """On each rank: all flows in some shapes; what came of them is written to the folder."""
     without_math_verify()
@@ -143,6 +191,6 @@ def every_flow(said: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     for shape in said["shapes"]:
         for name in said["flows"]:
-            with on_ranks(name, shape, world) as run:
+            with on_ranks(name, shape, world, **said.get("options", {})) as run:
                 found[f"{shape} {name}"] = {"numbers": numbers(run), "weights": weights(run)}
     Path(said["folder"], f"{rank}.json").write_text(json.dumps(found))
