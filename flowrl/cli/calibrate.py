@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 
 from flowrl.cli import OK, PROBLEMS
-from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster
+from flowrl.schema.files import check_writable
 
 ENGINE = "flowrl.engines.calibrate"
 """Loaded by name: it imports torch."""
@@ -16,8 +16,7 @@ SHARED = " (half of the host's memory, shared by its processes: give what they m
 
 def calibrate(out: Path, *, devices: int | None, quick: bool) -> int:
     """Measure, write `out`, print a summary. Something that could not be measured is a problem."""
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_writable(out, "--out")
     cluster: Cluster = importlib.import_module(ENGINE).calibrate(devices=devices, quick=quick)
     cluster.to_toml(out)
     print(summary(cluster))

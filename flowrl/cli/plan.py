@@ -40,7 +40,7 @@ from flowrl.planner.relax import Refusal, Relaxation, explain as refusal_of
 from flowrl.planner.report import Searched
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
-from flowrl.planner.workload import Workload
+from flowrl.planner.workload import Lengths, Workload
 from flowrl.planner.workload_text import Parts, parse_lengths, read_parts
 from flowrl.recipe import Recipe, Settings, load, read_settings, settings_of_arguments
 from flowrl.recipe.typed import WrongType, convert
@@ -48,6 +48,8 @@ from flowrl.schema.columns import nearest
 
 _JOINED = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
 """Between two models in one argument."""
+from flowrl.schema.fields import MOST_DIGITS, shown
+from flowrl.schema.files import MOST_NAME, check_writable, is_file, is_folder, quoted
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -55,10 +57,13 @@ def plan(args: argparse.Namespace) -> int:
     problem, graph = _asked(args)
     found = search(problem)
     if found.best is None:
+    for option in ("out", "html", "trace", "svg"):
+        if (path := getattr(args, option)) is not None:
+            check_writable(path, f"--{option}")
         return _refuse(problem, graph, args.json)
     made = plan_found(found, graph)
     if args.out is not None:
-        _write(made, args.out)
+        made.to_json(args.out)
     drawn = write_pictures(made, graph, html=args.html, trace=args.trace, svg=args.svg)
     if args.json:
         print(json.dumps(_as_json(made, problem), indent=1, default=str))
@@ -170,11 +175,11 @@ def _cluster(text: str | None) -> Cluster:
 
 
 def _existing(path: str) -> str:
-    if not Path(path).is_file():
+    if not is_file(path):
         beside = (
-            [one.name for one in Path(path).parent.glob("*") if one.is_file()] if Path(path).parent.is_dir() else []
+            [one.name for one in Path(path).parent.glob("*") if one.is_file()] if is_folder(Path(path).parent) else []
         )
-        raise ConfigError(f"there is no file '{path}'; {nearest(Path(path).name, beside)}")
+        raise ConfigError(f"there is no file {quoted(path)}; {nearest(Path(path).name[:MOST_NAME], beside)}")
     return path
 
 
@@ -203,17 +208,21 @@ def _workload(args: argparse.Namespace, recipe: Recipe) -> Workload:
     """Options of the command line over --workload over what the recipe says."""
     said = Parts(
         prompts=args.prompts,
-        prompt_lengths=args.prompt_tokens and parse_lengths(args.prompt_tokens, "--prompt-tokens", is_fixed=True),
-        response_lengths=args.response_tokens and parse_lengths(args.response_tokens, "--response-tokens"),
+        prompt_lengths=_lengths(args.prompt_tokens, "--prompt-tokens", is_fixed=True),
+        response_lengths=_lengths(args.response_tokens, "--response-tokens", is_fixed=False),
     )
     base = Parts() if args.workload is None else _read_workload(args.workload)
     return said.over(base).over(Parts(prompts=_batch(recipe))).whole()
 
 
 def _read_workload(path: str) -> Parts:
-    if Path(path).is_dir():
+    if is_folder(path):
         return Parts.of(Workload.of_run(path))
     return read_parts(_existing(path))
+def _lengths(text: str | None, option: str, *, is_fixed: bool) -> Lengths | None:
+    return None if text is None else parse_lengths(text, option, is_fixed=is_fixed)
+
+
 
 
 def _batch(recipe: Recipe) -> int | None:
@@ -231,8 +240,8 @@ def _with_lora(problem: Problem, said: list[str]) -> Problem:
     trained = [role.model for role in problem.roles if role.is_trained]
     for item in said:
         name, _, rank = item.partition("=")
-        if not rank.isdecimal() or int(rank) < 1:
-            raise ConfigError(f"--lora takes MODEL=RANK, such as policy=16; found {item!r}")
+        if not rank.isdecimal() or len(rank) > MOST_DIGITS or int(rank) < 1:
+            raise ConfigError(f"--lora takes MODEL=RANK, such as policy=16; found {shown(item)}")
         if name not in trained:
             raise ConfigError(f"--lora {name}: the flow trains no such model; {nearest(name, trained)}")
         ranks[name] = int(rank)
@@ -247,12 +256,6 @@ def _with_lora(problem: Problem, said: list[str]) -> Problem:
 
 def _read(path: str) -> Plan:
     return Plan.load(_existing(path))
-
-
-def _write(made: Plan, path: str) -> None:
-    if not Path(path).parent.is_dir():
-        raise ConfigError(f"--out {path}: there is no folder '{Path(path).parent}'")
-    made.to_json(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -353,7 +356,8 @@ def refusal_report(problem: Problem, refusal: Refusal) -> str:
     asked = f", placement {problem.placement}" if problem.placement is not None else ""
     lines = [
         f"FR-P01: no plan fits {cluster.num_devices}x{cluster.device.name} "
-        f"({size_text(cluster.device.memory_bytes)} per device, {size_text(cluster.host.memory_bytes)} per host), {kind}{asked}",
+        f"({size_text(cluster.device.memory_bytes)} per device{free}, {size_text(cluster.host.memory_bytes)} per host), "
+        f"{kind}{asked}",
         f"binding: {refusal.binding}",
     ]
     tried = "; ".join(refusal.in_vain)

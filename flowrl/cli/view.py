@@ -14,6 +14,7 @@ from flowrl.errors import ConfigError, FlowError
 from flowrl.planner.measured import PLAN_FILE
 from flowrl.planner.steps import Plan
 from flowrl.runtime.rundir import RunDir
+from flowrl.schema.files import check_writable, is_file, write_file
 from flowrl.viz.run.responses import Pieces
 
 MIB = 2**20
@@ -31,7 +32,7 @@ def view(args: argparse.Namespace) -> int:
     if args.target is None:
         raise ConfigError("view takes the folder of a run or a PLAN.json; or --compare RUN RUN")
     path = Path(args.target)
-    if path.is_file():
+    if is_file(path):
         _refuse(args, "serve", "--serve follows a run, and a plan does not change")
         _refuse(args, "tokenizer", TOKENS)
         return _plan(path, args.out)
@@ -88,8 +89,7 @@ def _serve(folder: RunDir, port: int, tokenizer: str | None) -> int:
 
 
 def _written(page: str, path: Path) -> int:
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out {path}: there is no folder '{path.parent}'")
+    check_writable(path, "--out")
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(page, encoding="utf-8", errors="backslashreplace")
     os.replace(aside, path)
@@ -143,9 +143,7 @@ def write_pictures(made: Plan, graph: Any, *, html: str | None, trace: str | Non
         (svg, lambda: made.to_svg(graph=graph)),
     ):
         if path is not None:
-            if not Path(path).parent.is_dir():
-                raise ConfigError(f"'{path}' cannot be written: there is no folder '{Path(path).parent}'")
-            Path(path).write_text(draw(), encoding="utf-8")
+            write_file(path, draw())
             written.append(path)
     return written
 

@@ -13,9 +13,10 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from flowrl.cost.shapes import Experts, LatentAttention, ModelShape
+from flowrl.cost.shapes import MOST, Experts, LatentAttention, ModelShape
 from flowrl.errors import ConfigError
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import is_int, shown
 
 Fields = dict[str, Any]
 """Arguments of a `ModelShape`."""
@@ -69,10 +70,26 @@ class _Config:
         for name in names:
             found = self.get(name, LEFT_OUT.get(self.kind, {}).get(name))
             if found is not None:
-                return int(found)
+                return self._whole(name, found, 1)
         raise ConfigError(
             f"the config of a {self.kind} model needs {' or '.join(names)}; it has neither value nor default"
         )
+
+    def whole(self, name: str, default: int, *, least: int = 1) -> int:
+        """A whole number that may be left out."""
+        return self._whole(name, self.get(name, default), least)
+
+    def flag(self, name: str, default: bool) -> bool:
+        found = self.get(name, default)
+        if not isinstance(found, bool):
+            raise ConfigError(f"the config's {name} is true or false; found {shown(found)}")
+        return found
+
+    def _whole(self, name: str, found: Any, least: int) -> int:
+        most = MOST["layers"] if name in ("num_hidden_layers", "n_layer") else MOST["vocab"]
+        if not is_int(found) or not least <= found <= most:
+            raise ConfigError(f"the config's {name} is a whole number from {least} to {most:,}; found {shown(found)}")
+        return int(found)
 
 
 def shape_of_config(source: Mapping[str, Any] | object) -> ModelShape:
@@ -144,11 +161,11 @@ def _common(config: _Config) -> Fields:
         "hidden": hidden,
         "layers": config.need("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": int(kv_heads or heads),
-        "head_dim": int(head_dim or hidden // heads),
+        "kv_heads": heads if kv_heads is None else config.whole("num_key_value_heads", kv_heads),
+        "head_dim": hidden // heads if head_dim is None else config.whole("head_dim", head_dim),
         "ffn": config.need("intermediate_size"),
         "vocab": config.need("vocab_size"),
-        "tied": bool(config.get("tie_word_embeddings", config.kind in TIED)),
+        "tied": config.flag("tie_word_embeddings", config.kind in TIED),
     }
 
 
@@ -160,10 +177,10 @@ def _gpt2(config: _Config) -> Fields:
         "heads": heads,
         "kv_heads": heads,
         "head_dim": hidden // heads,
-        "ffn": int(config.get("n_inner", 4 * hidden)),
+        "ffn": config.whole("n_inner", 4 * hidden),
         "vocab": config.need("vocab_size"),
-        "tied": bool(config.get("tie_word_embeddings", True)),
-        "positions": int(config.get("n_positions", config.get("max_position_embeddings", 1024))),
+        "tied": config.flag("tie_word_embeddings", True),
+        "positions": config.whole("n_positions", config.whole("max_position_embeddings", 1024)),
         "qkv_bias": True,
         "output_bias": True,
         "ffn_bias": True,
@@ -178,27 +195,26 @@ def _nothing(_: _Config) -> Fields:
 
 
 def _attention_bias(config: _Config) -> Fields:
-    bias = bool(config.get("attention_bias", False))
+    bias = config.flag("attention_bias", False)
     return {"qkv_bias": bias, "output_bias": bias}
 
 
 def _llama(config: _Config) -> Fields:
-    return _attention_bias(config) | {"ffn_bias": bool(config.get("mlp_bias", False))}
+    return _attention_bias(config) | {"ffn_bias": config.flag("mlp_bias", False)}
 
 
 def _all_windowed(config: _Config) -> Fields:
-    window = config.get("sliding_window")
-    if window is None:
+    if config.get("sliding_window") is None:
         return {}
-    return {"window": int(window), "windowed_layers": tuple(range(config.need("num_hidden_layers")))}
+    return {"window": config.need("sliding_window"), "windowed_layers": tuple(range(config.need("num_hidden_layers")))}
 
 
 def _qwen2(config: _Config) -> Fields:
     fields: Fields = {"qkv_bias": True}
-    if config.get("use_sliding_window", False) and config.get("sliding_window") is not None:
+    if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
         layers = config.need("num_hidden_layers")
-        first = int(config.get("max_window_layers", 28))
-        fields |= {"window": int(config.get("sliding_window")), "windowed_layers": tuple(range(first, layers))}
+        first = config.whole("max_window_layers", 28, least=0)
+        fields |= {"window": config.need("sliding_window"), "windowed_layers": tuple(range(first, layers))}
     return fields
 
 
@@ -212,6 +228,10 @@ def _alternating(config: _Config, every: int) -> Fields:
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in layers]
+    elif not isinstance(kinds, list | tuple) or len(kinds) != len(layers):
+        raise ConfigError(
+            f"the config's layer_types names each of the {len(layers)} layers; found {shown(kinds)}"
+        )
     windowed = tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention")
     return {"window": config.need("sliding_window"), "windowed_layers": windowed}
 
@@ -239,7 +259,7 @@ def _olmo2(config: _Config) -> Fields:
 
 
 def _starcoder2(config: _Config) -> Fields:
-    bias = bool(config.get("use_bias", True))
+    bias = config.flag("use_bias", True)
     return {
         "qkv_bias": bias,
         "output_bias": bias,
@@ -260,8 +280,10 @@ def _mixtral(config: _Config) -> Fields:
 
 def _sparse_step(config: _Config) -> tuple[int, ...]:
     """Layers that keep a dense block: those named, and those between every `decoder_sparse_step`-th."""
-    named = set(config.get("mlp_only_layers", ()))
-    step = int(config.get("decoder_sparse_step", 1))
+    listed = config.get("mlp_only_layers", ())
+    if not isinstance(listed, list | tuple) or not all(map(is_int, listed)):
+        raise ConfigError(f"the config's mlp_only_layers is a list of numbers of layers; found {shown(listed)}")
+    named, step = set(listed), config.whole("decoder_sparse_step", 1)
     return tuple(layer for layer in range(config.need("num_hidden_layers")) if layer in named or (layer + 1) % step)
 
 
@@ -275,7 +297,7 @@ def _qwen2_moe(config: _Config) -> Fields:
         has_shared_gate=True,
         dense_layers=_sparse_step(config),
     )
-    return {"experts": experts, "qkv_bias": bool(config.get("qkv_bias", True))}
+    return {"experts": experts, "qkv_bias": config.flag("qkv_bias", True)}
 
 
 def _qwen3_moe(config: _Config) -> Fields:
@@ -289,22 +311,21 @@ def _qwen3_moe(config: _Config) -> Fields:
 
 
 def _deepseek(config: _Config) -> Fields:
-    q_rank = config.get("q_lora_rank")
     latent = LatentAttention(
         kv_rank=config.need("kv_lora_rank"),
         nope_dim=config.need("qk_nope_head_dim"),
         rope_dim=config.need("qk_rope_head_dim"),
         value_dim=config.need("v_head_dim"),
-        q_rank=None if q_rank is None else int(q_rank),
+        q_rank=None if config.get("q_lora_rank") is None else config.need("q_lora_rank"),
     )
     layers = config.need("num_hidden_layers")
-    first_dense = int(config.get("first_k_dense_replace", 3 if config.kind == "deepseek_v3" else 0))
+    first_dense = config.whole("first_k_dense_replace", 3 if config.kind == "deepseek_v3" else 0, least=0)
     ffn = config.need("moe_intermediate_size")
     experts = Experts(
         num_experts=config.need("n_routed_experts"),
         num_active=config.need("num_experts_per_tok"),
         ffn=ffn,
-        shared_ffn=ffn * int(config.get("n_shared_experts", 1 if config.kind == "deepseek_v3" else 2)),
+        shared_ffn=ffn * config.whole("n_shared_experts", 1 if config.kind == "deepseek_v3" else 2, least=0),
         dense_layers=tuple(range(min(first_dense, layers))),
     )
     return _llama(config) | {"latent": latent, "experts": experts}

@@ -13,6 +13,18 @@ from functools import lru_cache
 from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.schema.fields import check_fields, shown
+
+MOST: Mapping[str, int] = {
+    "hidden": 10**7,
+    "layers": 10_000,
+    "heads": 10**5,
+    "kv_heads": 10**5,
+    "head_dim": 10**5,
+    "ffn": 10**8,
+    "vocab": 10**9,
+}
+"""Sizes far beyond any model: what is above is a mistake, and a list of that many layers would not fit into memory."""
 
 HEADS = ("lm", "value", "reward")
 QK_NORMS = ("none", "head", "full")
@@ -105,6 +117,12 @@ class Experts:
     """Layers that keep an ordinary feed-forward block."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ffn < 1 or self.shared_ffn < 0 or any(layer < 0 for layer in self.dense_layers):
+            raise ConfigError(
+                f"experts need ffn >= 1, shared_ffn >= 0 and dense_layers counted from 0; found {self.ffn}, {self.shared_ffn}, "
+                f"{shown(self.dense_layers)}"
+            )
         if not 1 <= self.num_active <= self.num_experts:
             raise ConfigError(
                 f"experts need 1 <= num_active <= num_experts; found {self.num_active} of {self.num_experts}"
@@ -124,6 +142,12 @@ class LatentAttention:
     q_rank: int | None = None
     """Rank of the queries' projection; None: one full matrix."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        sizes = (self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim, self.q_rank or 1)
+        if min(sizes) < 1 or self.q_rank == 0:
+            raise ConfigError(f"latent attention needs sizes of at least 1; found {self}")
+
     @property
     def qk_dim(self) -> int:
         return self.nope_dim + self.rope_dim
@@ -138,6 +162,7 @@ class LoRA:
     """Each must be a matrix of the model."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.rank < 1 or not self.targets:
             raise ConfigError(f"LoRA needs rank >= 1 and a target; found rank {self.rank}, targets {self.targets}")
 
@@ -185,9 +210,20 @@ class ModelShape:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"a model shape needs {name} >= 1; found {getattr(self, name)!r}")
+            if not 1 <= getattr(self, name) <= MOST[name]:
+                raise ConfigError(f"a model shape needs {name} from 1 to {MOST[name]:,}; found {getattr(self, name)!r}")
+        if not 0 <= self.positions <= MOST["vocab"]:
+            raise ConfigError(f"a model shape needs positions from 0 to {MOST['vocab']:,}; found {self.positions}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a window is at least 1 token, or None; found {self.window}")
+        if self.windowed_layers and self.window is None:
+            raise ConfigError("layers with a window need its tokens: window=4096; found windowed_layers and no window")
+        named = (*self.windowed_layers, *(() if self.experts is None else self.experts.dense_layers))
+        beyond = sorted({layer for layer in named if not 0 <= layer < self.layers})
+        if beyond:
+            raise ConfigError(f"the model has layers 0 to {self.layers - 1}; found {shown(tuple(beyond))}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads must be a multiple of kv_heads; found {self.heads} and {self.kv_heads}")
         for name, known in (("head", HEADS), ("qk_norm", QK_NORMS), ("style", STYLES)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
@@ -17,7 +15,8 @@ from flowrl.mesh.layout import MOST_DEVICES
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
-from flowrl.schema.fields import shown
+from flowrl.schema.fields import MOST_DIGITS, fits, hints_of, shown
+from flowrl.schema.files import read_toml, write_file
 
 _NAME = re.compile(r"(?:([0-9]+)x)?(.+)")
 DEVICES_PER_NODE = 8
@@ -95,15 +94,18 @@ class Cluster:
         More than eight devices are whole nodes of eight. Host memory and efficiencies are assumed: `dataclasses.replace` them,
         or read a measured cluster from a file.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"a cluster is named by text such as 8xA100-80G; found {shown(name)}")
         match = _NAME.fullmatch(name)
+        if match and len(match[1] or "") > MOST_DIGITS:
+            raise ConfigError(f"a cluster has {MOST_DEVICES:,} devices at most; found {shown(name)}")
         count, kind = (int(match[1] or 1), match[2]) if match else (1, name)
         product = _product_named(kind)
         if product is None and name.endswith(".toml"):
             raise ConfigError(f"no device is named {name!r}; if it is a file, Cluster.from_toml({name!r}) reads it")
         if product is None:
-            raise ConfigError(
-                f"no device is named {kind!r}; {nearest(kind, [*DEVICES, *ALIASES])} A name is <count>x<device>, as 8xA100-80G"
-            )
+            known = nearest(kind[:99], [*DEVICES, *ALIASES])
+            raise ConfigError(f"no device is named {shown(kind)}; {known} A name is <count>x<device>, as 8xA100-80G")
         if count < 1 or (count > DEVICES_PER_NODE and count % DEVICES_PER_NODE):
             raise ConfigError(
                 f"a named cluster has 1 to {DEVICES_PER_NODE} devices or whole nodes of {DEVICES_PER_NODE}; found {count}. "
@@ -217,12 +219,7 @@ class Cluster:
 
         Raises `ConfigError` for a file that is not there or not TOML, an unknown key, a missing one or one of another type.
         """
-        try:
-            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"the cluster file {path} cannot be read: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not a TOML file: {error}") from error
+        found = read_toml(path, "the cluster file")
         try:
             return _cluster_from(found).check_units()
         except ConfigError as error:
@@ -238,7 +235,7 @@ class Cluster:
         blocks += [f"[[measured]]\n{_lines(one)}" for one in measured]
         text = "\n".join(blocks)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_file(path, text)
         return text
 
     def with_memory(self, *, device_bytes: int | None = None, host_bytes: int | None = None) -> Cluster:
@@ -280,23 +277,11 @@ def _make(kind: type[_Made], table: Any, where: str) -> _Made:
     ]
     if missing:
         raise ConfigError(f"'{where}' lacks {', '.join(missing)}")
-    for key, value in table.items():
-        _check_type(str(declared[key].type), value, f"{where}.{key}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-
-
-def _check_type(wanted: str, value: Any, where: str) -> None:
-    """Raise `ConfigError` when a TOML value is not what the field is declared to be."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = {
-        "str": isinstance(value, str),
-        "int": isinstance(value, int) and is_number,
-        "float": is_number and math.isfinite(value),
-        "tuple[float, ...]": isinstance(value, list) and all(isinstance(one, int | float) for one in value),
-        "tuple[str, ...]": isinstance(value, list) and all(isinstance(one, str) for one in value),
-    }.get(wanted, True)
-    if not fits:
-        raise ConfigError(f"'{where}' is {wanted}; found {value!r}")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    for key, value in given.items():
+        if not fits(hints_of(cast(Any, kind))[key], value):
+            raise ConfigError(f"'{where}.{key}' is {declared[key].type}; found {shown(table[key])}")
+    return kind(**given)
 
 
 def _cluster_from(found: dict[str, Any]) -> Cluster:

@@ -13,6 +13,8 @@ from flowrl.errors import ConfigError
 from flowrl.schema.fields import is_number, shown
 
 GIB = 2**30
+LEAST_EFFICIENCY = 1e-6
+"""A device that reaches less of its peak is none; what is counted with such a part overflows."""
 
 
 def require_positive(owner: object, *names: str, zero: bool = False) -> None:
@@ -71,10 +73,9 @@ class Efficiency:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             require_positive(self, name, zero=name.endswith("_attention"))
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"Efficiency.{name} is a fraction of a peak, above 0 to 1; found {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            if value > 1 or 0 < value < LEAST_EFFICIENCY:
+                raise ConfigError(f"Efficiency.{name} is a fraction of a peak, above 0 to 1; found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from flowrl.errors import ConfigError, TextError
-from flowrl.schema.fields import shown
+from flowrl.schema.fields import MOST_DIGITS, shown
 
 MOST_DEVICES = 65_536
 """Of a layout and of a cluster: what counts device by device is done in seconds, and no job is larger."""
-MOST_TEXT = 100
 LETTERS = {"d": "dp", "f": "fsdp", "t": "tp", "p": "pp"}
 ORDERS = ("mod", "div")
 _PART = re.compile(r"([a-z])([0-9]+)")
@@ -71,10 +70,6 @@ class Layout:
         """Read "d4t2", "f8", "t8@div" (letters in any order, each once). Raises `TextError` that points at the place."""
         if not isinstance(text, str):
             raise TextError(f"a layout is text such as d4t2 or f8; found {shown(text)} ({type(text).__name__})")
-        if len(text) > MOST_TEXT:
-            raise TextError(
-                f"a layout is text such as d4t2 or f8, of {MOST_TEXT} characters at most; found {shown(text)}"
-            )
         body, mark, order = text.partition("@")
         if mark and order not in ORDERS:
             raise parse_error(text, len(body) + 1, len(order), "after '@' stands the order of ranks, 'mod' or 'div'")
@@ -86,6 +81,8 @@ class Layout:
                 raise parse_error(text, at, 1, "a layout is letters d, f, t or p, each with a size, such as d4t2 or f8")
             if LETTERS[part[1]] in sizes:
                 raise parse_error(text, at, len(part[0]), f"'{part[1]}' is given twice")
+            if len(part[2]) > MOST_DIGITS:
+                raise parse_error(text, at + 1, len(part[2]), f"a layout is for {MOST_DEVICES:,} devices at most")
             if int(part[2]) < 1:
                 raise parse_error(text, at + 1, len(part[2]), "a size is at least 1")
             sizes[LETTERS[part[1]]] = int(part[2])

@@ -9,6 +9,10 @@ from itertools import pairwise
 
 from flowrl.errors import ConfigError
 from flowrl.mesh.devices import require_positive
+from flowrl.schema.columns import nearest
+from flowrl.schema.fields import check_fields
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "p2p", "to_host", "to_device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,13 @@ class Measured:
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.operation not in OPERATIONS:
+            raise ConfigError(f"Measured has no operation '{self.operation}'; {nearest(self.operation, OPERATIONS)}")
+        if self.ranks < 1 or self.nodes < 1:
+            raise ConfigError(
+                f"Measured '{self.operation}' needs ranks and nodes of at least 1; found {self.ranks}, {self.nodes}"
+            )
         if not self.sizes_bytes or len(self.sizes_bytes) != len(self.times_s):
             raise ConfigError(
                 f"Measured '{self.operation}' needs one time for each size and at least one; found "

@@ -17,6 +17,7 @@ from flowrl.errors import ConfigError, TextError
 from flowrl.mesh.cluster import Cluster
 from flowrl.mesh.layout import Layout, parse_error
 from flowrl.mesh.meshes import Mesh
+from flowrl.schema.fields import shown
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<dots>\.\.\.)|(?P<op>[|+():])|(?P<word>[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*(?:@[A-Za-z]*)?))"
@@ -129,6 +130,10 @@ class _Reader:
     """A cursor over the tokens of one placement."""
 
     def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TextError(
+                f"a placement is text such as 'gen:d4t2 | ...'; found {shown(text)} ({type(text).__name__})"
+            )
         self.text = text
         self.tokens: list[tuple[str, str, int]] = []
         at = 0

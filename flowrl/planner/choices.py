@@ -11,7 +11,12 @@ from flowrl.cost.train import TrainConstants
 from flowrl.errors import ConfigError
 from flowrl.mesh import Layout
 from flowrl.planner.rows import RowConstants
+from flowrl.planner.workload import MOST_TOKENS
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import check_fields, is_int, shown
+
+MOST_VALUES = 64
+"""Of one choice: every option of a role is looked at with each."""
 
 Setting = str | int | float | bool
 
@@ -47,8 +52,14 @@ class Choices:
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "tensor_parallel", "pipeline", "train_tensor_parallel"):
             found = getattr(self, name)
-            if not found or not all(type(one) is int and one >= 1 for one in found):
-                raise ConfigError(f"Choices needs whole numbers of at least 1 for {name}, one or more; found {found!r}")
+            if not isinstance(found, tuple) or not found or not all(is_int(one) and one >= 1 for one in found):
+                raise ConfigError(f"Choices needs whole numbers of at least 1 for {name}, one or more; found {shown(found)}")
+            if len(found) > MOST_VALUES or max(found) > MOST_TOKENS:
+                raise ConfigError(
+                    f"Choices takes {MOST_VALUES} values of {name} at most, each up to {MOST_TOKENS:,}; found {len(found)}, up "
+                    f"to {max(found)}"
+                )
+        check_fields(self)
         for name in ("recompute", "offload", "optimizers"):
             if not getattr(self, name):
                 raise ConfigError(f"Choices needs at least one value for {name}; left out, the field has its default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.model import Model
+from flowrl.schema.files import is_file, is_folder, quoted, read_file, read_json
 
 
 def shape_of(source: Any, name: str, head: str = "lm") -> ModelShape:
@@ -37,19 +37,16 @@ def shape_of(source: Any, name: str, head: str = "lm") -> ModelShape:
 def _read(source: Any) -> ModelShape:
     if isinstance(source, str | Path):
         path = Path(source)
-        file = path / "config.json" if path.is_dir() else path
-        if path.is_dir() and not file.is_file():
+        file = path / "config.json" if is_folder(path) else path
+        if is_folder(path) and not is_file(file):
             raise ConfigError(
                 f"the folder '{path}' has no config.json; give the folder of a model in Transformers' form"
             )
-        if not file.is_file() and path.suffix == ".json":
-            raise ConfigError(f"there is no file '{path}'")
-        if not file.is_file():
+        if not is_file(file) and path.suffix == ".json":
+            raise ConfigError(f"there is no file {quoted(path)}")
+        if not is_file(file):
             return ModelShape.of(str(source))
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{file} is no JSON config: {error}") from error
+        config = read_json(read_file(file, "the config"), f"{quoted(file)}, a model's config,")
         return ModelShape.from_config(config)
     if isinstance(source, Mapping) or hasattr(source, "model_type"):
         return ModelShape.from_config(source)

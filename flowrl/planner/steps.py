@@ -52,6 +52,8 @@ class Predicted:
     memory_bytes: int = 0
     """The most that one of its devices holds while it runs."""
     holds: tuple[Hold, ...] = field(default=(), repr=False)
+    slot_utilization: float | None = None
+    """Of sampling: the part of its slots' steps that sample a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,7 @@ class Plan(Viewed):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """`from_json` of a file. Raises `ConfigError` for a file that cannot be read, too."""
-        text = read_file(path, "a plan")
+        text = read_file(path, "the plan")
         try:
             return cls.from_json(text)
         except ConfigError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.errors import ConfigError
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
+from flowrl.schema.files import write_file
 
 if TYPE_CHECKING:
     from flowrl.planner.measured import Comparison
@@ -87,5 +88,5 @@ class Viewed:
 
 def _kept(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        write_file(path, text)
     return text

@@ -7,6 +7,7 @@ A length is always a distribution. At one mean, a spread of response lengths can
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,13 @@ import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import check_fields, is_int, is_number, shown
 
+MOST_TOKENS = 10**9
+"""Of a sequence."""
+MOST_SEQUENCES = 10**7
+"""Responses of one iteration: a length is drawn for each."""
+MOST_SIGMA = 20
 _BINS = 1024
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -40,6 +47,7 @@ class Lengths:
     """How often each occurs; they need not add to 1."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.tokens or len(self.tokens) != len(self.weights):
             raise ConfigError(
                 f"Lengths needs one weight for each length and at least one; found {len(self.tokens)} lengths and "
@@ -48,13 +56,18 @@ class Lengths:
         rising = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if self.tokens[0] < 1 or not rising:
             raise ConfigError(f"Lengths needs rising lengths of at least 1 token; found {self.tokens[:8]}")
+        if self.tokens[-1] > MOST_TOKENS:
+            raise ConfigError(f"Lengths go up to {MOST_TOKENS:,} tokens; found {self.tokens[-1]}")
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
             raise ConfigError(f"Lengths needs finite weights above 0; found {self.weights[:8]}")
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> Lengths:
         """Of measured lengths, such as those of the last steps."""
-        counts = sorted(Counter(int(length) for length in lengths).items())
+        try:
+            counts = sorted(Counter(operator.index(length) for length in lengths).items())
+        except TypeError as error:
+            raise ConfigError(f"lengths are whole numbers of tokens: {error}") from error
         return cls(tuple(length for length, _ in counts), tuple(float(count) for _, count in counts))
 
     @classmethod
@@ -90,8 +103,14 @@ class Lengths:
 
         0.5 to 0.8 is a usual spread of responses to mathematical problems. Raises `ConfigError` when `cap` is below `mean`.
         """
-        if not 1 <= mean <= cap or sigma < 0:
-            raise ConfigError(f"lognormal needs 1 <= mean <= cap and sigma >= 0; found {mean}, {cap}, {sigma}")
+        if not (is_number(mean) and is_number(sigma) and is_int(cap)):
+            given = ", ".join(map(shown, (mean, sigma, cap)))
+            raise ConfigError(f"lognormal needs numbers as mean and sigma and a whole number as cap; found {given}")
+        if not 1 <= mean <= cap or not 0 <= sigma <= MOST_SIGMA or cap > MOST_TOKENS:
+            raise ConfigError(
+                f"lognormal needs 1 <= mean <= cap and sigma >= 0, cap up to {MOST_TOKENS:,} and sigma up to {MOST_SIGMA}; found "
+                f"{mean}, {cap}, {sigma}"
+            )
         scores = _scores()
         low, high = -8 * sigma - 1, math.log(cap) + 8 * sigma + 1
         for _ in range(60):  # the median under which the mean of the cut lengths is what was asked
@@ -172,18 +191,25 @@ class Workload:
                 hint = (
                     f": a mean alone says little of sampling. Lengths.lognormal({value}, 0.6, cap={4 * value}) guesses a spread, "
                     f"Lengths.fixed({value}) is for responses that all have {value} tokens"
-                    if name == "response_lengths" and _is_count(value)
+                    if name == "response_lengths" and is_int(value)
                     else ""
                 )
-                raise ConfigError(f"a workload needs Lengths as {name}; found {value!r}{hint}")
+                raise ConfigError(f"a workload needs Lengths as {name}; found {shown(value)}{hint}")
         for name in ("prompts", "group_size"):
             value = getattr(self, name)
             if not _is_count(value) and (value is not None or name == "prompts"):
-                raise ConfigError(f"a workload needs a whole number as {name}; found {value!r}")
+                raise ConfigError(f"a workload needs a whole number as {name}; found {shown(value)}")
+        check_fields(self)
         if self.prompts < 1 or (self.group_size is not None and self.group_size < 1) or not self.rounds >= 1:
             raise ConfigError(
                 f"a workload has at least one prompt, one response of each and one round; found {self.prompts} prompts, "
                 f"group_size {self.group_size}, rounds {self.rounds}"
+            )
+        sequences = self.prompts * (self.group_size or 1) * self.rounds
+        if sequences > MOST_SEQUENCES:
+            raise ConfigError(
+                f"a workload has {MOST_SEQUENCES:,} responses of one iteration at most; found {shown(sequences)}: {self.prompts} "
+                f"prompts, group_size {self.group_size}, rounds {self.rounds}"
             )
 
     @classmethod

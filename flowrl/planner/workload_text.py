@@ -15,7 +15,6 @@ A file, in which a table of lengths may stand instead of such a text:
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from typing import Any
 from flowrl.errors import ConfigError
 from flowrl.planner.workload import Lengths, Workload
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import is_int, is_number, shown
+from flowrl.schema.files import read_toml
 
 FORMS = "fixed:N, lognormal:MEAN:SIGMA:CAP, or a histogram N*WEIGHT,N*WEIGHT"
 KEYS = ("prompts", "group_size", "prompt_tokens", "response_tokens", "rounds")
@@ -59,9 +60,9 @@ def parse_lengths(text: str, what: str, *, is_fixed: bool = False) -> Lengths:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise error if str(error).startswith(what) else ConfigError(f"{what} {text}: {error}") from error
-        raise ConfigError(f"{what} is {FORMS}; found {text!r}") from error
-    known = nearest(kind, ("fixed", "lognormal"))
-    raise ConfigError(f"{what} is {FORMS}; found {text!r}; {known}")
+        raise ConfigError(f"{what} is {FORMS}; found {shown(text)}") from error
+    known = nearest(kind[:100], ("fixed", "lognormal"))
+    raise ConfigError(f"{what} is {FORMS}; found {shown(text)}; {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,7 @@ def read_parts(path: str | Path) -> Parts:
 
     Errors: ConfigError for a file that cannot be read, a key that is not known and a value of another type.
     """
-    try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is no workload in TOML: {error}") from error
+    found = read_toml(path, "the workload")
     for key in found:
         if key not in KEYS:
             raise ConfigError(f"{path}: a workload has no '{key}'; {nearest(key, KEYS)}")
@@ -124,9 +122,8 @@ def _number(found: dict[str, Any], key: str, path: str | Path, kind: type) -> An
     value = found.get(key)
     if value is None:
         return None
-    is_number = isinstance(value, int) or (kind is float and isinstance(value, float))
-    if isinstance(value, bool) or not is_number:
-        raise ConfigError(f"{path}: '{key}' is a {'whole ' if kind is int else ''}number; found {value!r}")
+    if not (is_int(value) if kind is int else is_number(value)):
+        raise ConfigError(f"{path}: '{key}' is a {'whole ' if kind is int else ''}number; found {shown(value)}")
     return kind(value)
 
 
@@ -141,7 +138,10 @@ def _lengths(found: dict[str, Any], key: str, path: str | Path, *, is_fixed: boo
         return parse_lengths(value, what, is_fixed=is_fixed)
     if isinstance(value, dict) and set(value) == {"tokens", "weights"}:
         try:
-            return Lengths(tuple(map(int, value["tokens"])), tuple(map(float, value["weights"])))
-        except (TypeError, ValueError) as error:
+            tokens, weights = value["tokens"], value["weights"]
+            if not isinstance(tokens, list) or not isinstance(weights, list):
+                raise ConfigError(f"tokens and weights are lists; found {shown(tokens)} and {shown(weights)}")
+            return Lengths(tuple(tokens), tuple(weights))
+        except ConfigError as error:
             raise ConfigError(f"{what}: {error}") from error
-    raise ConfigError(f"{what} is {FORMS}, or a table with tokens and weights; found {value!r}")
+    raise ConfigError(f"{what} is {FORMS}, or a table with tokens and weights; found {shown(value)}")

@@ -13,6 +13,7 @@ from flowrl.graph.nodes import Graph, Node
 from flowrl.model import Model
 from flowrl.recipe.settings import Names, Settings
 from flowrl.recipe.targets import find
+from flowrl.schema.files import is_there, quoted
 
 NEEDS_USE = {
     "optimizer": ("update", "trains"),
@@ -141,8 +142,8 @@ def _source(source: Any, where: str) -> Any:
         return source
     if _is_object(source):
         return find(source)
-    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
-        raise ConfigError(f"{where}: there is nothing at '{source}'")
+    if source.startswith((".", "/", "~")) and not is_there(Path(source).expanduser()):
+        raise ConfigError(f"{where}: there is nothing at {quoted(source)}")
     return str(Path(source).expanduser()) if source.startswith("~") else source
 
 

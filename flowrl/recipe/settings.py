@@ -26,6 +26,7 @@ from flowrl.model import AdamW, Model
 from flowrl.recipe.typed import WrongType, convert, convert_text, differs, fields_of, parse_value
 from flowrl.runtime.options import Options
 from flowrl.schema.columns import nearest
+from flowrl.schema.files import is_file, is_there, quoted
 
 Path_ = tuple[str, ...]
 """Where a key is: `("models", "policy", "optimizer", "lr")`."""
@@ -115,8 +116,8 @@ def read_settings(path: str | Path, names: Names) -> Settings:
     Errors: ConfigError with every problem of the file: syntax with line and column, or for each key what is wrong with it.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no settings file '{path}'")
+    if not is_file(file):
+        raise ConfigError(f"there is no settings file {quoted(path)}")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -125,6 +126,8 @@ def read_settings(path: str | Path, names: Names) -> Settings:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {_with_place(str(error), text)}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: nested too deep, or a number of thousands of digits") from error
     reader = _Reader(str(path), lines_of(text), names, raw)
     settings = reader.read()
     reader.refuse()
@@ -439,5 +442,5 @@ def _moved(text: str, base: Path) -> str:
     file, colon, name = text.rpartition(":")
     if colon and file.endswith(".py"):
         return f"{base / Path(file).expanduser()}:{name}"
-    is_path = text.startswith((".", "/", "~")) or (base / text).exists()
+    is_path = text.startswith((".", "/", "~")) or is_there(base / text)
     return str((base / Path(text).expanduser()).absolute()) if is_path else text

@@ -14,6 +14,7 @@ from flowrl.errors import ConfigError, FlowError, TraceError
 from flowrl.graph.code import Place, digest
 from flowrl.graph.flows import Flow
 from flowrl.schema.columns import nearest
+from flowrl.schema.files import is_file, is_folder, quoted
 
 _CORE = str(Path(__file__).resolve().parent.parent)
 
@@ -131,7 +132,7 @@ def _import_module(name: str) -> ModuleType:
     except TraceError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
-            hint = f"; the file '{name}.py' is written {name}.py" if Path(f"{name}.py").is_file() else ""
+            hint = f"; the file '{name}.py' is written {name}.py" if is_file(f"{name}.py") else ""
             raise ConfigError(f"there is no module '{cause.name}'{hint}") from cause
         raise
 
@@ -171,11 +172,11 @@ def raised_at(error: BaseException) -> Place:
 
 def _existing(where: str, base: Path | None) -> Path:
     path = (base or Path()) / Path(where).expanduser()
-    if not path.is_file():
+    if not is_file(path):
         folder = path.parent
-        there = [p.name for p in folder.glob(f"*{path.suffix}")] if folder.is_dir() else []
+        there = [p.name for p in folder.glob(f"*{path.suffix}")] if is_folder(folder) else []
         hint = f"; {nearest(path.name, there)}" if there else ""
-        raise ConfigError(f"there is no file '{where}'{hint}")
+        raise ConfigError(f"there is no file {quoted(where)}{hint}")
     return path
 
 

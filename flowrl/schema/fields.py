@@ -22,6 +22,8 @@ from flowrl.errors import ConfigError
 
 MOST_INT = 2**63 - 1
 MOST_FLOAT = 1e30
+MOST_DIGITS = 18
+"""Of a whole number in a text: what has more is too large, and `int` raises a plain ValueError for thousands of them."""
 _SHOWN = 60
 
 

@@ -7,6 +7,7 @@ A name may be that of a folder, be too long, hold a null character or point into
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,27 @@ from flowrl.schema.fields import shown
 
 
 def read_file(path: str | Path, what: str) -> str:
-    """The text of a UTF-8 file. `what` it should be is for errors: `a plan`."""
+    """The text of a UTF-8 file. `what` it is, for errors: `the plan`."""
     where = _path(path, what)
     try:
         return where.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{_name(path)} is not {what}: it is no text in UTF-8 ({error})") from error
+        raise ConfigError(f"{what} {plain(path)} is no text in UTF-8: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be read from {_name(path)}: {_why(error)}") from error
+        raise ConfigError(f"{what} {plain(path)} cannot be read: {_why(error)}") from error
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """The tables of a TOML file. Errors: as of `read_file`, and for what is no TOML."""
+    text = read_file(path, what)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{plain(path)} is not a TOML file: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{plain(path)} is nested too deep") from error
+    except ValueError as error:
+        raise ConfigError(f"{plain(path)} has a whole number of thousands of digits") from error
 
 
 def write_file(path: str | Path, text: str, option: str = "") -> None:
@@ -31,33 +45,44 @@ def write_file(path: str | Path, text: str, option: str = "") -> None:
     try:
         where.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option + ' ' if option else ''}{_name(path)} cannot be written: {_why(error)}") from error
+        raise ConfigError(f"{option + ' ' if option else ''}{plain(path)} cannot be written: {_why(error)}") from error
 
 
 def check_writable(path: str | Path, option: str) -> None:
     """Raise `ConfigError` now if a file could not be written later, as far as that can be told: before long work is done."""
     where = _path(path, "a file")
-    try:
-        if where.is_dir():
-            raise ConfigError(f"{option} {_name(path)} is a folder; name a file in it")
-        where.exists()
-        is_there = where.parent.is_dir()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {_name(path)} cannot be written: {_why(error)}") from error
-    if not is_there:
-        raise ConfigError(f"{option} {_name(path)}: there is no folder {where.parent}")
+    said = f"{option} {plain(path)}"
+    if "\0" in str(where):
+        raise ConfigError(f"{said} cannot be written: a name has no null character")
     if len(where.name.encode(errors="replace")) > MOST_NAME:
-        raise ConfigError(f"{option} {_name(path)} cannot be written: a file's name has {MOST_NAME} bytes at most")
+        raise ConfigError(f"{said} cannot be written: a file's name has {MOST_NAME} bytes at most")
+    if is_folder(where):
+        raise ConfigError(f"{said} is a folder; name a file in it")
+    if not is_folder(where.parent):
+        raise ConfigError(f"{said}: there is no folder {quoted(where.parent)}")
 
 
 MOST_NAME = 255
 """Bytes of a file's name on the usual file systems."""
 
 
-def is_there(path: str | Path) -> bool:
-    """Whether there is a file or folder of a name that may not be one at all: too long, with a null character."""
+def is_file(path: str | Path) -> bool:
+    """Whether there is a file of a name that may not be one at all: too long, with a null character."""
     try:
-        return Path(path).exists()
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether there is anything of such a name."""
+    return is_file(path) or is_folder(path)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder of such a name."""
+    try:
+        return Path(path).is_dir()
     except (OSError, ValueError):
         return False
 
@@ -93,7 +118,13 @@ def _path(path: object, what: str) -> Path:
     return Path(path)
 
 
-def _name(path: str | Path) -> str:
+def plain(path: str | Path) -> str:
+    """A name as errors have it, without quotes."""
+    return quoted(path)[1:-1]
+
+
+def quoted(path: str | Path) -> str:
+    """A name as errors have it: in quotes, control characters escaped, and cut where it is very long."""
     text = str(path)
     return repr(text if len(text) <= 200 else f"{text[:100]}...")
 

@@ -65,5 +65,5 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
     cli: Any, folder: Path, asked: list[dict[str, Any]]
 ) -> None:
     done = cli("calibrate", "--out", "nowhere/cluster.toml")
-    assert done.code == 2 and "there is no folder nowhere" in done.err
+    assert done.code == 2 and "there is no folder 'nowhere'" in done.err
     assert asked == []

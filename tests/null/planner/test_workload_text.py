@@ -57,7 +57,7 @@ def test_a_file(tmp_path):
         ("response_tokens = 1024", "work.toml: 'response_tokens' takes a distribution"),
         ("response_tokens = { mean = 4 }", "'response_tokens' is .* a table with tokens and weights"),
         ("response_tokens = { tokens = [4, 2], weights = [1, 1] }", "'response_tokens': Lengths needs rising"),
-        ("prompts =", "work.toml is no workload in TOML"),
+        ("prompts =", "work.toml is not a TOML file"),
     ],
 )
 def test_a_wrong_file(tmp_path, text, message):
