@@ -45,21 +45,21 @@ from flowrl.planner.workload_text import Parts, parse_lengths, read_parts
 from flowrl.recipe import Recipe, Settings, load, read_settings, settings_of_arguments
 from flowrl.recipe.typed import WrongType, convert
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import MOST_DIGITS, shown
+from flowrl.schema.files import MOST_NAME, check_writable, is_file, is_folder, quoted
 
 _JOINED = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
 """Between two models in one argument."""
-from flowrl.schema.fields import MOST_DIGITS, shown
-from flowrl.schema.files import MOST_NAME, check_writable, is_file, is_folder, quoted
 
 
 def plan(args: argparse.Namespace) -> int:
     """Plan a flow and print the verdict, the steps, and the memory of each phase; without a plan that fits, what would."""
-    problem, graph = _asked(args)
-    found = search(problem)
-    if found.best is None:
     for option in ("out", "html", "trace", "svg"):
         if (path := getattr(args, option)) is not None:
             check_writable(path, f"--{option}")
+    problem, graph = _asked(args)
+    found = search(problem)
+    if found.best is None:
         return _refuse(problem, graph, args.json)
     made = plan_found(found, graph)
     if args.out is not None:
@@ -215,14 +215,14 @@ def _workload(args: argparse.Namespace, recipe: Recipe) -> Workload:
     return said.over(base).over(Parts(prompts=_batch(recipe))).whole()
 
 
-def _read_workload(path: str) -> Parts:
-    if is_folder(path):
-        return Parts.of(Workload.of_run(path))
-    return read_parts(_existing(path))
 def _lengths(text: str | None, option: str, *, is_fixed: bool) -> Lengths | None:
     return None if text is None else parse_lengths(text, option, is_fixed=is_fixed)
 
 
+def _read_workload(path: str) -> Parts:
+    if is_folder(path):
+        return Parts.of(Workload.of_run(path))
+    return read_parts(_existing(path))
 
 
 def _batch(recipe: Recipe) -> int | None:
@@ -356,8 +356,7 @@ def refusal_report(problem: Problem, refusal: Refusal) -> str:
     asked = f", placement {problem.placement}" if problem.placement is not None else ""
     lines = [
         f"FR-P01: no plan fits {cluster.num_devices}x{cluster.device.name} "
-        f"({size_text(cluster.device.memory_bytes)} per device{free}, {size_text(cluster.host.memory_bytes)} per host), "
-        f"{kind}{asked}",
+        f"({size_text(cluster.device.memory_bytes)} per device, {size_text(cluster.host.memory_bytes)} per host), {kind}{asked}",
         f"binding: {refusal.binding}",
     ]
     tried = "; ".join(refusal.in_vain)
