@@ -9,7 +9,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FLOWRL_JOB", "EXTRA")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FLOWRL_JOB",
+    "EXTRA",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def tells(said: dict[str, Any]) -> None:

@@ -31,9 +31,9 @@ SLOTS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """A cluster of one node with four slots, which all jobs of this file share."""
+    """A cluster of one node with four slots, and two GPUs that Ray takes our word for; all jobs of this file share it."""
     ray.init(
-        address="local", _node_ip_address="127.0.0.1", num_cpus=SLOTS, include_dashboard=False, log_to_driver=False,
+        address="local", _node_ip_address="127.0.0.1", num_cpus=SLOTS, num_gpus=2, include_dashboard=False, log_to_driver=False,
         object_store_memory=100_000_000, logging_level="error",
     )  # fmt: skip
     yield
@@ -126,10 +126,16 @@ def test_a_rank_is_a_process_with_the_environment_of_any_launcher(
     assert sorted(printed.err.splitlines()) == ["complained by 0", "rank 1: complained by 1"]
 
 
+def test_ranks_on_gpus_see_those_of_all_each_its_own_at_its_place(tmp_path: Path) -> None:
+    ray_job.run_job(f"{JOBS}:tells", {"folder": str(tmp_path)}, 2, options=RayOptions(cpus=0.5, gpus=1))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text())["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
+    assert found[0] == found[1] and sorted(found[0].split(",")) == ["0", "1"]
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [2, 0])
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_raises(tmp_path: Path, rank: int) -> None:
     text = failure(f"{FAILING}:fails", {"folder": str(tmp_path), "how": "raise", "rank": rank, "timeout_s": 60.0})
     first = text.splitlines()[0]
@@ -151,6 +157,7 @@ def test_a_process_that_ends_ends_ranks_that_look_at_nothing(tmp_path: Path) -> 
     assert text.startswith("rank 1 failed first, in nothing named: its process is gone: ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still(tmp_path: Path) -> None:
     said = {"folder": str(tmp_path), "how": "stall", "rank": 3, "timeout_s": 2.0}
     text = failure(f"{FAILING}:fails", said, grace_s=1.0)
@@ -158,6 +165,7 @@ def test_a_rank_that_stands_still(tmp_path: Path) -> None:
     assert "waited 2 s in step 1 for what 'troubled' writes from rank 3" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     text = failure(f"{FAILING}:stubborn", {"folder": str(tmp_path)}, 2, grace_s=0.2)
     assert text.startswith("rank 1 failed first, in the beginning: ValueError: gives up [on node ")
@@ -181,8 +189,8 @@ def test_a_folder_that_the_node_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_placed() -> None:
     before = set(placement_group_table())
-    with pytest.raises(ConfigError, match=r"2 ranks need one node with 2 CPUs and 2 GPUs.* has 4 CPUs and 0 GPUs"):
-        ray_job.run_job(f"{JOBS}:tells", {}, 2, options=RayOptions(gpus=1))
+    with pytest.raises(ConfigError, match=r"3 ranks need one node with 3 CPUs and 3 GPUs.* has 4 CPUs and 2 GPUs"):
+        ray_job.run_job(f"{JOBS}:tells", {}, 3, options=RayOptions(gpus=1))
     with pytest.raises(ConfigError, match="5 ranks need one node with 5 CPUs"):
         ray_job.run_job(f"{JOBS}:tells", {}, 5)
     assert set(placement_group_table()) == before
@@ -209,7 +217,7 @@ def test_a_cluster_that_is_busy(tmp_path: Path) -> None:
     finally:
         remove_placement_group(other)
     assert "waited 1 s for one node with 2 CPUs and 0 GPUs free for 2 ranks" in str(raised.value)
-    assert re.search(r"has 4 CPUs and 0 GPUs, and [01] CPUs? and 0 GPUs of all are free", str(raised.value))
+    assert re.search(r"has 4 CPUs and 2 GPUs, and [01] CPUs? and [02] GPUs of all are free", str(raised.value))
     assert not list(tmp_path.iterdir())
 
 

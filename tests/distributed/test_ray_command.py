@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,10 +19,12 @@ import pytest
 
 from flowrl.recipe import load
 from flowrl.runtime.rundir import RunDir
+from flowrl.store import folders
 
 pytest.importorskip("ray", reason="ranks on Ray need the extra [ray]")
 
 JOBS = Path(__file__).parents[1] / "null" / "runtime" / "rank_jobs.py"
+FAILING = JOBS.with_name("failing_jobs.py")
 FLOW = """
 import os
 
@@ -51,6 +56,8 @@ def sessions() -> Iterator[Path]:
     """Where Ray keeps what it has; a short name, as sockets lie there."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     yield folder
+    for pid in processes_of(folder):
+        os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -83,16 +90,15 @@ def flowrl(*arguments: str, sessions: Path, **environment: str) -> subprocess.Co
     )  # fmt: skip
 
 
-def processes_of(sessions: Path) -> list[str]:
-    """Command lines of the living processes of Ray's sessions in a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def processes_of(sessions: Path) -> dict[int, str]:
+    """The living processes that were started for sessions in a folder: their ids and names."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # ended meanwhile
+            if f"RAY_TMPDIR={sessions}\0".encode() in (path / "environ").read_bytes():
+                found[int(path.name)] = (path / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+        except OSError:  # ended meanwhile, or not ours to look at
             continue
-        if str(sessions) in line:
-            found.append(line)
     return found
 
 
@@ -111,6 +117,7 @@ def test_a_run_on_ray_is_the_run_of_one_process(folder: Path, sessions: Path) ->
     assert list(sessions.iterdir()) and not processes_of(sessions)
 
 
+@pytest.mark.slow
 def test_the_first_error_is_the_error(folder: Path, sessions: Path) -> None:
     failed = flowrl("--plan", "plan.json", "--launcher", "ray", sessions=sessions, RAY_ADDRESS="local", DIVISOR="0")
     assert failed.returncode == 1
@@ -129,3 +136,39 @@ def test_what_cannot_be_is_refused_before_ray_starts(folder: Path, sessions: Pat
     few = flowrl("--plan", "plan.json", "--launcher", "ray", "--nproc", "2", sessions=sessions, RAY_ADDRESS="local")
     assert few.returncode == 2 and "needs 4 to 8 ranks; this job has 2" in few.stderr
     assert not Path("runs").exists() and not list(sessions.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_and_their_cluster_end_with_the_launcher(tmp_path: Path, sessions: Path, how: int) -> None:
+    code = (
+        "from flowrl.engines.launch import ray_job, ray_options as o\n"
+        f"ray_job.run_job({str(FAILING)!r} + ':waits', {{'folder': {str(tmp_path)!r}}}, 2, options=o.RayOptions(address='local'))"
+    )
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": str(sessions),
+        "PYTHONPATH": os.pathsep.join([str(JOBS.parent), *filter(None, sys.path)]),
+    }
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE) as launcher:
+        ranks = [wait_for(tmp_path / f"pid.{rank}", launcher) for rank in range(2)]
+        started = {pid: name for pid, name in processes_of(sessions).items() if pid != launcher.pid}
+        assert {pid for pid, _ in ranks} < set(started) and len(started) > 4  # the ranks, and Ray's own
+        if how == signal.SIGKILL:  # two of Ray's own then try for a minute to tell of it, and end
+            started = {pid: name for pid, name in started.items() if "Agent" not in name}
+        watched = [os.pidfd_open(pid) for pid in started]
+        launcher.send_signal(how)
+        launcher.communicate(timeout=60)
+    assert launcher.returncode != 0
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], 60.0)[0], "a process lives on without its launcher"
+        os.close(descriptor)
+    folders.reclaim_orphans()  # whoever makes the next table does this
+    assert not Path(ranks[0][1]).exists()
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> Any:
+    while not path.exists():
+        assert process.poll() is None
+        os.sched_yield()
+    return json.loads(path.read_text())

@@ -28,6 +28,7 @@ from flowrl.engines.launch.worker import attempt
 from flowrl.errors import ConfigError
 from flowrl.store import folders
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 READ_BYTES = 1 << 20
 """Most that is passed on of one stream at once."""
 
@@ -61,6 +62,10 @@ class RankActor:
 
     def __repr__(self) -> str:
         return f"rank {self._rank}"
+
+    def devices(self) -> str:
+        """What Ray has given this rank of the node's GPUs: their ids, with commas; "" for none."""
+        return os.environ.get(VISIBLE, "")
 
     def begin(self, environment: Mapping[str, str], paths: Sequence[str], cwd: str, logs: str) -> int:
         """Take on the environment of a rank; the id of its process.

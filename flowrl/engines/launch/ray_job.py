@@ -6,7 +6,8 @@ driver (here)       a placement group of one bundle for each rank on one node; p
 
 [Note: Who sees what] Ranks see each other's failures in the job's folder, as without Ray. A process that is killed is seen there
 too, and by Ray, which tells the driver in milliseconds. A node that is lost is seen by Ray's health checks, or by its silence.
-When the driver ends, however, Ray ends the actors; the folder is then removed by the next job or table on that node.
+When the driver ends, however, Ray ends the actors; the folder is then removed by the next job or table on that node. Of a
+cluster that a killed driver had started for itself, two of Ray's agents end a minute or two later.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from flowrl.engines.launch.board import POLL_S, Failure
 from flowrl.engines.launch.place import JOB
-from flowrl.engines.launch.ray_actors import HostActor, RankActor, Said, Where
+from flowrl.engines.launch.ray_actors import VISIBLE, HostActor, RankActor, Said, Where
 from flowrl.engines.launch.ray_cluster import bundle_of, connected, nodes, placed, ray, refuse_too_large
 from flowrl.engines.launch.ray_options import LOOPBACK, RayOptions
 from flowrl.engines.launch.spawn import GRACE_S
@@ -100,7 +101,10 @@ class _Job:
     def begin(self, environment: Mapping[str, str]) -> None:
         """Wait for all processes, and make ranks of them. Errors: WaitTimeout that names those that did not come."""
         where: Where = self._all([self.host.where.remote()], ["the process beside the ranks"])[0]
-        world = str(len(self.ranks))
+        world, names = str(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))]
+        if self.options.gpus:  # each sees those of all, rank r its own as the r-th: as on a host without Ray
+            given = self._all([rank.devices.remote() for rank in self.ranks], names)
+            environment = {**environment, VISIBLE: ",".join(filter(None, given))}
         paths = [*(os.path.abspath(path) for path in sys.path if path), os.getcwd()]
         begun = []
         for number, rank in enumerate(self.ranks):
@@ -109,7 +113,7 @@ class _Job:
                 "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(where.port), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
             }  # fmt: skip
             begun.append(rank.begin.remote({**environment, **added}, paths, os.getcwd(), where.logs))
-        pids = self._all(begun, [f"rank {rank}" for rank in range(len(begun))])
+        pids = self._all(begun, names)
         self._ask("watch", pids)
 
     def wait(self, entry: str, argument: Any) -> Failure | None:

@@ -27,7 +27,7 @@ class RayOptions:
     cpus: float = 1.0
     """Of each rank, as Ray counts them: it holds nobody to it."""
     gpus: float = 0.0
-    """Of each rank, which sees no others."""
+    """Of each rank: whole ones, or none. It sees those of the other ranks too, its own at the place of its rank."""
     address: str | None = None
     """`HOST:PORT` of a cluster, or `local`; None: $RAY_ADDRESS, else the cluster of this host, else `local`."""
     place_s: float = 300.0
@@ -47,6 +47,8 @@ class RayOptions:
                 f"ranks are started from a node of the cluster, not through a client; found {self.address}: start this "
                 "command on a node, with that node's address (HOST:PORT), or by `ray job submit`"
             )
+        if self.gpus != int(self.gpus):
+            raise ConfigError(f"a rank has whole GPUs, or none; found gpus={self.gpus:g}")
         for name in ("place_s", "start_s", "silent_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is in seconds, more than 0; found {getattr(self, name)!r}")

@@ -37,6 +37,7 @@ def test_ranks_on_several_hosts_are_refused() -> None:
     [
         ({"cpus": 0.0}, "a part of a CPU or GPU at least; found cpus=0, gpus=0"),
         ({"gpus": -1.0}, "found cpus=1, gpus=-1"),
+        ({"gpus": 0.5}, "a rank has whole GPUs, or none; found gpus=0.5"),
         ({"address": "ray://head:10001"}, "not through a client; found ray://head:10001"),
         ({"place_s": 0.0}, "place_s is in seconds, more than 0; found 0.0"),
     ],
