@@ -236,7 +236,9 @@ def _layout(
             f"training needs shards that divide the mesh's {mesh.size} devices, and a token per micro-batch; found {cut} "
             f"shards, tensor_parallel={tp}, pipeline={stages}, {tokens} tokens"
         )
-    if tp > 1 and (cluster.devices_per_node % tp or mesh.first % tp or not can_split(shape, tp)):
+    per_node = cluster.devices_per_node
+    crosses = mesh.spans_nodes(per_node) and (per_node % tp or mesh.first % tp)
+    if tp > 1 and (crosses or not can_split(shape, tp)):
         raise ConfigError(
             f"tensor parallelism of a trainer stays inside a node and divides heads and feed-forward blocks; found {tp} with "
             f"{cluster.devices_per_node} devices per node, {shape.heads} heads, {shape.kv_heads} key-value heads, {shape.ffn}"

@@ -20,24 +20,38 @@ def engine_options(
 ) -> Iterator[Option]:
     """Every way in which an engine holds the longest sequence.
 
-    Stages come in only where no tensor parallelism inside a node does: then the fewest stages that do, with as much tensor
-    parallelism as there is. Copies of the engine fill the mesh.
+    Stages come in on top of as much tensor parallelism as the mesh allows, and only where memory keeps that alone from taking all
+    sequences at once. Where it takes them with the smallest share of memory, stages are no faster: as many sequences share each
+    step, and there is more to send. Copies of the engine fill the mesh.
     """
-    degrees = [tp for tp in choices.tensor_parallel if tp <= cluster.devices_per_node and _splits(role, tp)]
-    pairs = [[(tp, 1) for tp in degrees if mesh.size % tp == 0]]
-    for stages in sorted(choices.pipeline):
-        fitting = [tp for tp in degrees if mesh.size % (tp * stages) == 0]
-        if stages > 1 and fitting and stages <= role.shape.layers:
-            pairs.append([(max(fitting), stages)])
+    per_node = cluster.devices_per_node
+    # replicas stand in neighbouring devices of one node: over nodes the degree divides a node
+    degrees = [tp for tp in choices.tensor_parallel if (mesh.size if mesh.size <= per_node else per_node) % tp == 0]
+    degrees = [tp for tp in degrees if _splits(role, tp)]
+    pairs = [(tp, 1) for tp in degrees]
+    most = max(degrees, default=mesh.size)
+    staged = [one for one in choices.pipeline if 1 < one <= role.shape.layers and mesh.size % (most * one) == 0]
+    if staged and not _takes_all(role, cluster, mesh, workload, choices, most):
+        pairs += [(most, stages) for stages in sorted(staged)]
     if asked is not None:
         is_engine = asked.fsdp == 1 and asked.size == mesh.size and asked.pp <= role.shape.layers
-        pairs = [[(asked.tp, asked.pp)]] if is_engine and _splits(role, asked.tp) else []
+        pairs = [(asked.tp, asked.pp)] if is_engine and _splits(role, asked.tp) else []
     known: dict[tuple[object, ...], float] = {}
-    for group in pairs:
-        found = [one for tp, stages in group for one in _of(role, cluster, mesh, workload, choices, tp, stages, known)]
-        yield from found
-        if found:
-            return
+    for tp, stages in pairs:
+        yield from _of(role, cluster, mesh, workload, choices, tp, stages, known)
+
+
+def _takes_all(role: Role, cluster: Cluster, mesh: Mesh, workload: Workload, choices: Choices, tp: int) -> bool:
+    """Whether replicas without stages sample all their sequences at once with the smallest share of memory."""
+    replica = Replica(role.shape, cluster, tp, replace(choices.engine, utilization=min(choices.utilization)))
+    room = replica.capacity_tokens(choices.memory)
+    if room < workload.longest:
+        return False
+    means = {call: workload.mean_total(call.sequences) for call in role.calls}
+    return all(
+        replica.max_batch(mean, choices.memory) >= math.ceil(call.sequences * tp / mesh.size)
+        for call, mean in means.items()
+    )
 
 
 def _splits(role: Role, tp: int) -> bool:

@@ -15,7 +15,7 @@ from flowrl.planner.cells import Combination, Limits, made
 from flowrl.planner.options import Option
 from flowrl.planner.problem import INFINITE, Candidate, host_bytes
 from flowrl.planner.space import Space, Split
-from flowrl.planner.ties import Simplicity, burden, layout_changes, simplicity, whole_gib
+from flowrl.planner.ties import Simplicity, burden, layout_changes, simplicity, splitting, whole_gib
 from flowrl.planner.waiting import rule_of
 
 SAME = 1 + 1e-12
@@ -285,7 +285,8 @@ class _Simplest(_Walk):
         changes = layout_changes((self.models[option.role], option.layout) for option in self.chosen.values())
         burdens = rest.burden + sum(map(burden, self.chosen.values()))
         held = max(static + dynamic for static, dynamic in zip(self.static, self.dynamic, strict=True))
-        return (numerics, len(self.fill.split), changes, burdens, whole_gib(held), bound_s) >= self.below
+        cuts = sum(map(splitting, self.chosen.values()))
+        return (numerics, len(self.fill.split), cuts, changes, burdens, whole_gib(held), bound_s) >= self.below
 
     def _complete(self) -> None:
         found = self.fill.candidate(self.chosen, list(self.seconds), self.limit_s)
@@ -296,4 +297,4 @@ class _Simplest(_Walk):
 
 
 def _simple_first(option: Option) -> tuple[float, ...]:
-    return (option.numerics, burden(option), option.peak_bytes, *option.seconds)
+    return (option.numerics, splitting(option), burden(option), option.peak_bytes, *option.seconds)

@@ -41,29 +41,7 @@ def all_options(
         make = trained_options if role.is_trained else frozen_options
         found = make(role, cluster, mesh, workload, choices, layout)
     context, capacity = choices.memory.context_bytes, cluster.device.memory_bytes
-    fitting = [one for one in found if one.peak_bytes + context * one.has_context <= capacity]
-    return tuple(fitting) if role.is_engine or layout is not None else _worth_splitting(fitting)
-
-
-def _worth_splitting(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Without tensor parallelism that a lower degree makes needless.
-
-    It saves device memory, and where nothing lacks memory it is not worth an option: an option stays when no option of a lower
-    degree that fits a device is as fast in each call with as little on hosts and the same numerics.
-    """
-    kept: list[Option] = []
-    lower: list[tuple[int, tuple[float, ...]]] = []
-    for one in sorted(options, key=lambda option: option.layout.tp):
-        degree, costs = one.layout.tp, _without_memory(one)
-        if degree > 1 and any(tp < degree and beats(other, costs) for tp, other in lower):
-            continue
-        kept.append(one)
-        lower.append((degree, costs))
-    return tuple(kept)
-
-
-def _without_memory(option: Option) -> tuple[float, ...]:
-    return (*option.seconds, option.host_bytes, option.numerics, option.is_on_host)
+    return tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
 
 
 def pareto(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -11,6 +11,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.mesh.meshes import is_part
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.cells import Combination
 from flowrl.planner.options import Choices, Option, Setting
@@ -323,9 +324,10 @@ def num_splits(count: int) -> int:
 
 
 def slice_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Sizes of which there is a buddy slice, rising: powers of two inside a node, then whole nodes."""
+    """Sizes of which there is a slice, rising: powers of two inside a node (any number where the node is none), then whole
+    nodes."""
     per_node = cluster.devices_per_node
-    inside = [1 << power for power in range(per_node.bit_length()) if 1 << power < per_node]
+    inside = [size for size in range(1, per_node) if is_part(size, per_node)]
     return (*inside, *range(per_node, cluster.num_devices + 1, per_node))
 
 
@@ -338,11 +340,11 @@ def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[Mesh, ...] | None:
         size = sizes[index]
         if size % per_node == 0:
             first, whole = whole * per_node, whole + size // per_node
-        elif size > per_node or size & (size - 1):
+        elif not is_part(size, per_node):
             return None
         else:
             node = next(n for n in range(whole, whole + len(taken) + 1) if taken.get(n, 0) + size <= per_node)
-            # what is there already is a sum of larger powers of two, so this is a multiple of the size
+            # of powers of two, what is there already is a sum of larger ones, so this is a multiple of the size
             first = node * per_node + taken.get(node, 0)
             taken[node] = taken.get(node, 0) + size
         if first + size > cluster.num_devices:

@@ -16,7 +16,7 @@ from flowrl.planner.options import Choices, Option, all_options
 from flowrl.planner.orders import Shape
 from flowrl.planner.problem import INFINITE, Problem, place, shape_of, slice_sizes, splits, work_of
 from flowrl.planner.roles import Role
-from flowrl.planner.ties import burden
+from flowrl.planner.ties import burden, splitting
 from flowrl.planner.waiting import handovers_of
 from flowrl.planner.workload import Workload
 
@@ -70,11 +70,13 @@ class Space:
     # -------------------------------------------------------------------------------------------------------- options
 
     def options(self, role: int, size: int) -> tuple[Option, ...]:
-        """Of a role on a mesh of a size: those asked for, without those that another one of the same layout beats."""
+        """Of a role on a mesh of a size: those asked for, without those that another one beats in everything: seconds, memory,
+        what is handed over, and what makes a plan simpler. What a handover takes depends on layouts: where a role has one, only
+        options of the same layout are compared. Nothing of this depends on what fits."""
         found = self._options.get((role, size))
         if found is None:
             every = (one for one in self.every_option(role, size) if self.problem.takes(one))
-            found = self._options[role, size] = undominated(tuple(every), lambda one: (*one.costs, burden(one)),
+            found = self._options[role, size] = undominated(tuple(every), lambda one: (*one.costs, burden(one), splitting(one)),
                                                             with_layout=self.layout_counts[role])  # fmt: skip
             calls = zip(*(option.seconds for option in found), strict=True)
             self._least[role][size] = tuple(map(min, calls)) if found else (INFINITE,) * len(self.roles[role].calls)

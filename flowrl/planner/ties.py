@@ -2,10 +2,11 @@
 
 1  numerics        what the user asked for before what the user consents to
 2  meshes          fewer
-3  layout changes  fewer: layouts of one model, less one
-4  offload         less: none before park before a streamed optimizer before one on the CPU before all streamed
-5  device memory   less, in whole GiB
-6  seconds
+3  splitting       less tensor parallelism of trainers and frozen models
+4  layout changes  fewer: layouts of one model, less one
+5  offload         less: none before park before a streamed optimizer before one on the CPU before all streamed
+6  device memory   less, in whole GiB
+7  seconds
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flowrl.mesh import Layout
 from flowrl.planner.options import Option
 from flowrl.planner.problem import GIB, Candidate, Problem, settings_changed
 
-Simplicity = tuple[int, int, int, int, int, float]
+Simplicity = tuple[int, int, int, int, int, int, float]
 """Lower is simpler."""
 
 OFFLOADS = {"none": 0, "park": 1, "sopt": 2, "opt": 3, "all": 4}
@@ -34,6 +35,12 @@ def burden(option: Option) -> int:
         elif name == "park_weights":
             found += bool(value)
     return found
+
+
+def splitting(option: Option) -> int:
+    """How far matrices are cut that need not be: the tensor parallelism of a trainer or a frozen model, beyond 1. Engines need it
+    to be quick."""
+    return option.layout.tp - 1 if option.has_context else 0
 
 
 def layout_changes(layouts: Iterable[tuple[str, Layout]]) -> int:
@@ -54,6 +61,7 @@ def simplicity(problem: Problem, candidate: Candidate) -> Simplicity:
     return (
         candidate.numerics,
         len(candidate.meshes),
+        sum(map(splitting, options)),
         layout_changes((models[option.role], option.layout) for option in options),
         sum(map(burden, options)),
         whole_gib(candidate.peak_bytes),
@@ -69,9 +77,10 @@ def why_simpler(problem: Problem, best: Candidate, fastest: Candidate) -> str:
     said = (
         "numerics are those asked for",
         f"fewer meshes ({one[1]} against {other[1]} meshes)",
-        f"fewer layout changes ({one[2]} against {other[2]})",
+        "less tensor parallelism of trainers and frozen models",
+        f"fewer layout changes ({one[3]} against {other[3]})",
         "less is offloaded",
-        f"less device memory ({one[4]} against {other[4]} GiB)",
+        f"less device memory ({one[5]} against {other[5]} GiB)",
         "faster",
     )
     at = next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(said) - 1)

@@ -36,7 +36,8 @@ def layouts(
     found: list[Layout] = []
     degrees = choices.train_tensor_parallel if asked is None else (asked.tp,)
     for tp in sorted(degrees):
-        inside = tp == 1 or (per_node % tp == 0 and shape.lora is None and can_split(shape, tp))
+        node = min(per_node, mesh.size)
+        inside = tp == 1 or (node % tp == 0 and shape.lora is None and can_split(shape, tp))
         if not inside or mesh.size % tp:
             continue
         cuts = (mesh.size, per_node) if mesh.size > per_node else (mesh.size,)

@@ -58,7 +58,10 @@ class EveryPlan:
         said = [dict(option.settings) for option in options]
         steps = sum(STEPS[one.get("offload", "none")] + int(one.get("park_weights", False)) for one in said)
         numerics = max(option.numerics for option in options)
-        return numerics, len(meshes), sum(len(one) - 1 for one in layouts.values()), steps, math.ceil(peak / GIB)
+        roles = zip(self.problem.roles, options, strict=True)
+        cuts = sum(option.layout.tp - 1 for role, option in roles if not role.is_engine)
+        changes = sum(len(one) - 1 for one in layouts.values())
+        return numerics, len(meshes), cuts, changes, steps, math.ceil(peak / GIB)
 
     def _fitting(
         self, options_of: OptionsOf

@@ -21,7 +21,7 @@ def asking(text):
     ("text", "message"),
     [
         ("gen:f4 | ...", "'gen', which is sampled from, cannot be laid out as f4; there are d2t2, d4"),
-        ("policy:f2p2 | ...", "'policy', which is trained, cannot be laid out as f2p2; there are f4"),
+        ("policy:f2p2 | ...", "'policy', which is trained, cannot be laid out as f2p2; there are f2t2, f4"),
         ("gen:d16 | ...", "'gen:d16' needs 16 devices in one slice; nodes have 8 devices"),
         ("gen:d3 | ...", "needs 3 devices in one slice"),
         ("gen:d8 | (policy:f8 + ref:f8)", "needs 16 devices; no 8 are left"),

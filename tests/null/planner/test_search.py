@@ -45,8 +45,8 @@ def agrees(problem: Problem, every: EveryPlan) -> Found:
     assert found.fastest.seconds == pytest.approx(every.least, rel=1e-12)
     assert found.bound_s <= every.least * (1 + 1e-12)
     expected = every.simplest()
-    assert simplicity(problem, found.best)[:5] == expected[:5]
-    assert found.best.seconds == pytest.approx(expected[5], rel=1e-12)
+    assert simplicity(problem, found.best)[:6] == expected[:6]
+    assert found.best.seconds == pytest.approx(expected[-1], rel=1e-12)
     return found
 
 
@@ -205,7 +205,8 @@ def test_a_placement_that_cannot_be():
 
 def test_a_large_model_on_one_node():
     """70B with a reference on eight 80 GiB devices streams the optimizer's state, and needs about 830 GB of host memory with
-    bf16 gradients; with fp32 gradients the reference goes to the host too."""
+    bf16 gradients; with fp32 gradients the reference goes to the host too, or the trainer is tensor-parallel with Adam on the
+    CPU."""
     shape = ModelShape.of("meta-llama/Llama-2-70b-hf")
     work = Workload(256, Lengths.fixed(512), Lengths.fixed(512))
     roles = group_roles(shape, shape, 256)
@@ -213,7 +214,7 @@ def test_a_large_model_on_one_node():
         (ADAM_MASTER, 840e9, True),
         (ADAM_MASTER, 760e9, False),
         (ADAM_FP32, 980e9, True),
-        (ADAM_FP32, 840e9, False),
+        (ADAM_FP32, 760e9, False),
     )
     for state, host_bytes, fits in cases:
         machine = Cluster.named("8xA100-80G").with_memory(host_bytes=int(host_bytes))
