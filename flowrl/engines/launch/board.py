@@ -21,6 +21,9 @@ from flowrl.errors import FlowError, RunError
 POLL_S = 0.1
 """Between two looks at whether another rank has failed or is gone, while nothing is heard."""
 
+INTERRUPT = KeyboardInterrupt.__name__
+"""Begins the error of a job that was interrupted, which is no failure of anybody."""
+
 Missing = Callable[[list[str]], str]
 """What a wait is for, in words, by the keys that are missing."""
 
@@ -39,6 +42,10 @@ class Failure:
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first, in {self.at or 'nothing named'}: {self.error}"
+
+    @property
+    def is_interrupt(self) -> bool:
+        return self.error.startswith(INTERRUPT)
 
     @classmethod
     def of(cls, rank: int, at: str, error: BaseException) -> Failure:
@@ -88,8 +95,8 @@ class Board(Protocol):
     def get(self, keys: Sequence[str], *, timeout_s: float, what: Missing) -> list[bytes]:
         """The messages of all keys, as soon as they are there.
 
-        Errors: RankFailed when a rank has failed, or is gone; WaitTimeout after `timeout_s`, with `what` of the missing keys and
-        where the other ranks are.
+        Errors: RankFailed when a rank has failed, or is gone; KeyboardInterrupt when one was interrupted; WaitTimeout after
+        `timeout_s`, with `what` of the missing keys and where the other ranks are.
         """
         ...
 

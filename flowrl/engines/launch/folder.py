@@ -142,6 +142,8 @@ class FolderBoard:
 
     def _raise_failure(self) -> None:
         failure = failure_in(self._here)
+        if failure is not None and failure.is_interrupt:
+            raise KeyboardInterrupt(str(failure))
         if failure is not None:
             raise RankFailed(failure, self.place)
         if not self._here.exists():

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.engines.launch.board import Failure
+from flowrl.engines.launch.board import INTERRUPT, Failure
 from flowrl.engines.launch.folder import fail, failure_in, make_folder, place_of, remove_folder
 from flowrl.engines.launch.place import JOB
 from flowrl.errors import ConfigError, RunError
@@ -48,6 +48,9 @@ def run_job(
         for rank in range(nproc):
             running.append(_start(entry, argument, rank, nproc, folder, environment or {}))
         failure = _wait(running, folder, grace_s)
+    except KeyboardInterrupt:
+        _let_end(running, folder, grace_s)
+        raise
     finally:
         _end(running, grace_s)
         remove_folder(folder)
@@ -88,6 +91,15 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: flo
         if until is not None and time.monotonic() >= until:
             break
     return failure_in(folder)
+
+
+def _let_end(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: float) -> None:
+    """After Ctrl-C, which ranks hear as well: let them write what they have. Who did not hear it learns it from the board."""
+    for until in (time.monotonic() + grace_s / 2, time.monotonic() + grace_s):
+        while (left := [one for one in running if one.poll() is None]) and time.monotonic() < until:
+            _ended(left, range(len(left)), until - time.monotonic())
+        if left:
+            fail(folder, Failure(0, place_of(folder, 0), f"{INTERRUPT}: the launcher was interrupted"))
 
 
 def _ended(

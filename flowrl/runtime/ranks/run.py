@@ -74,7 +74,7 @@ def run_ranks(
     except BaseException as error:  # whatever ends this rank ends the others; it is raised again
         if not isinstance(error, RankFailed):
             first = board.fail(Failure.of(board.rank, board.place or "the beginning", error))
-            if first.rank != board.rank:
+            if first.rank != board.rank and not isinstance(error, KeyboardInterrupt):
                 raise RankFailed(first, board.place or "the beginning") from error
         raise
 

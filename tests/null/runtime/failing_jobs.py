@@ -48,7 +48,8 @@ def fails(said: dict[str, Any]) -> None:
     graph = rewarded.graph(how=said["how"], rank=said["rank"])
     plan = rank_jobs.plan_of(graph, int(os.environ["WORLD_SIZE"]))
     run_ranks(
-        graph, plan=plan, steps=3, engine="null", timeout_s=said["timeout_s"], out=str(Path(said["folder"], "runs")),
+        graph, plan=plan, steps=said.get("steps", 3), engine="null", timeout_s=said["timeout_s"],
+        out=str(Path(said["folder"], "runs")),
         prompts=PROMPTS, policy=rank_jobs.MODEL, batch=4, max_tokens=6, progress="off", reward_workers=0, record=("rollout",),
     )  # fmt: skip
 
@@ -70,6 +71,11 @@ def stubborn(said: dict[str, Any]) -> None:
 def launch(said: dict[str, Any]) -> None:
     """A launcher of its own, to be killed."""
     run_job(f"{__file__}:waits", said, 2)
+
+
+def launch_long(said: dict[str, Any]) -> None:
+    """A launcher of its own, to be interrupted."""
+    run_job(f"{__file__}:fails", said, 2)
 
 
 def waits(said: dict[str, Any]) -> None:

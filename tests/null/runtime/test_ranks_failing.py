@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,27 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         os.close(descriptor)
     folders.reclaim_orphans()  # whoever makes the next table does this
     assert not Path(ranks[0][1]).exists()
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_an_interrupted_run_is_written_to_its_end(tmp_path: Path, everybody: bool) -> None:
+    said = {"folder": str(tmp_path), "how": "", "rank": 0, "timeout_s": 60.0, "steps": 100_000}
+    code = f"import failing_jobs; failing_jobs.launch_long({said!r})"
+    metrics = tmp_path / "runs" / "rewarded-1" / "metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **PATHS}, start_new_session=True, stderr=subprocess.PIPE
+    ) as launcher:
+        while not metrics.exists() or not metrics.stat().st_size:
+            assert launcher.poll() is None
+            os.sched_yield()
+        if everybody:  # as Ctrl-C in a terminal
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            launcher.send_signal(signal.SIGINT)
+        _, said_last = launcher.communicate()
+    assert b"KeyboardInterrupt" in said_last and b"RunError" not in said_last
+    nothing_is_left(tmp_path)
+    assert RunDir.open(metrics.parent).status == "interrupted"
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> Any:
