@@ -417,6 +417,9 @@ def _planning_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         one.add_argument(
             "--tie", type=float, metavar="PART", help="plans this close are equal, and the simplest wins; default: 0.02"
         )
+        one.add_argument(
+            "--headroom", type=float, metavar="PART", help="of each device's memory, left free by the plan; default: 0"
+        )
         one.add_argument("--json", action="store_true", help="as JSON")
         _configuration(one, with_settings=True)
     diff = _command(commands, "diff", "what differs between two plans: inputs, steps, predicted seconds and bytes")

@@ -20,17 +20,20 @@ from flowrl.mesh import Cluster
 from flowrl.mesh.devices import Efficiency
 from flowrl.mesh.placement import Placement
 from flowrl.model import Model
+from flowrl.planner.choices import Choices
 from flowrl.planner.diff import diff as difference
 from flowrl.planner.explain import Explanation, explain as reasons_of, explain_plan
 from flowrl.planner.figures import (
     Summary,
     alternative_lines,
     binding_lines,
+    full_line,
     overlap_line,
     phase_table,
     phases,
     placement_of,
     summary,
+    tail_lines,
     tie_line,
 )
 from flowrl.planner.offered import check_placement
@@ -128,6 +131,7 @@ def _asked(args: argparse.Namespace) -> tuple[Problem, Graph]:
         workload=workload,
         schedule=recipe.options.schedule if args.schedule is None else parse_schedule(args.schedule),
         placement=None if args.placement is None else _placement(args.placement),
+        choices=Choices() if args.headroom is None else Choices(headroom=args.headroom),
     )
     problem = _with_lora(problem, args.lora)
     return (problem if args.tie is None else replace(problem, tie=args.tie)), graph
@@ -297,6 +301,8 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     for line in binding_lines(figures, made):
         what, _, said = line.partition(": ")
         rows.append(("bottleneck" if what == "time" else what, f"predicted {said}"))
+    rows += [("warning", line) for line in (full_line(made),) if line]
+    rows += [("tail", f"predicted {line}") for line in tail_lines(made)]
     gap = (
         "there is no faster one"
         if figures.gap < LEAST_CHANGE
@@ -354,9 +360,12 @@ def refusal_report(problem: Problem, refusal: Refusal) -> str:
     cluster = problem.cluster
     kind = f"async:{problem.schedule.max_staleness}" if problem.schedule.max_staleness else "sync"
     asked = f", placement {problem.placement}" if problem.placement is not None else ""
+    headroom = problem.choices.headroom
+    free = f" with {headroom:.0%} kept free" if headroom else ""
     lines = [
         f"FR-P01: no plan fits {cluster.num_devices}x{cluster.device.name} "
-        f"({size_text(cluster.device.memory_bytes)} per device, {size_text(cluster.host.memory_bytes)} per host), {kind}{asked}",
+        f"({size_text(cluster.device.memory_bytes)} per device{free}, {size_text(cluster.host.memory_bytes)} per host), "
+        f"{kind}{asked}",
         f"binding: {refusal.binding}",
     ]
     tried = "; ".join(refusal.in_vain)

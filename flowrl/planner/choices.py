@@ -9,7 +9,7 @@ from flowrl.cost.memory import LogitBytes, MemoryConstants
 from flowrl.cost.offload import ADAM_FP32, Offload, OffloadConstants, OptimizerState
 from flowrl.cost.train import TrainConstants
 from flowrl.errors import ConfigError
-from flowrl.mesh import Layout
+from flowrl.mesh import Cluster, Layout
 from flowrl.planner.rows import RowConstants
 from flowrl.planner.workload import MOST_TOKENS
 from flowrl.schema.columns import nearest
@@ -19,6 +19,8 @@ MOST_VALUES = 64
 """Of one choice: every option of a role is looked at with each."""
 
 Setting = str | int | float | bool
+HEADROOM = 0.0
+"""Part of a device's memory that plans leave free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Choices:
     """Of trainers and frozen models; more than 1 only where it is faster, or less does not fit."""
     sequence_parallel: bool = True
     """Whether norms are cut too where a trainer or a frozen model is tensor-parallel."""
+    headroom: float = HEADROOM
+    """Part of each device's memory that plans leave free, for what the memory model does not know; from 0 to below 1."""
     loss: str = "cross_entropy"
     logit_chunk: int | None = 1024
     memory: MemoryConstants = field(default_factory=MemoryConstants)
@@ -63,6 +67,10 @@ class Choices:
         for name in ("recompute", "offload", "optimizers"):
             if not getattr(self, name):
                 raise ConfigError(f"Choices needs at least one value for {name}; left out, the field has its default")
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(
+                f"headroom is the part of a device's memory that plans leave free, from 0 to below 1; found {self.headroom!r}"
+            )
         if not self.utilization or not all(0 < share <= 1 for share in self.utilization):
             raise ConfigError(f"Choices needs shares above 0 to 1 for utilization; found {self.utilization!r}")
         names = [state.name for state in self.optimizers]
@@ -74,6 +82,10 @@ class Choices:
             )
         if self.logit_chunk is not None and self.logit_chunk < 1:
             raise ConfigError(f"logit_chunk is tokens, at least 1, or None for all at once; found {self.logit_chunk}")
+
+    def room_bytes(self, cluster: Cluster) -> int:
+        """Of a device's memory, what plans may fill: all but the headroom."""
+        return int(cluster.device.memory_bytes * (1 - self.headroom))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +117,8 @@ class Option:
     has_context: bool = False
     """It runs in processes that keep a device context."""
     settings: tuple[tuple[str, Setting], ...] = ()
+    slot_utilization: tuple[float, ...] = ()
+    """Of an engine, predicted for each call: the part of its slots' steps that sample a token."""
 
     @property
     def peak_bytes(self) -> float:

@@ -59,6 +59,7 @@ def _searched(found: Found, least_s: float) -> Searched:
         seed=found.problem.effort.seed,
         refused=found.refused,
         tie=found.problem.tie,
+        headroom=found.problem.choices.headroom,
         why_simpler=found.why_simpler,
         alternatives=tuple(
             Alternative(

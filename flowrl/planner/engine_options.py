@@ -36,7 +36,7 @@ def engine_options(
     if asked is not None:
         is_engine = asked.fsdp == 1 and asked.size == mesh.size and asked.pp <= role.shape.layers
         pairs = [(asked.tp, asked.pp)] if is_engine and _splits(role, asked.tp) else []
-    known: dict[tuple[object, ...], float] = {}
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
     for tp, stages in pairs:
         yield from _of(role, cluster, mesh, workload, choices, tp, stages, known)
 
@@ -66,7 +66,7 @@ def _of(
     choices: Choices,
     tp: int,
     stages: int,
-    known: dict[tuple[object, ...], float],
+    known: dict[tuple[object, ...], tuple[float, float]],
 ) -> Iterator[Option]:
     """Of one layout, every share of memory."""
     shape, capacity = role.shape, cluster.device.memory_bytes
@@ -77,33 +77,39 @@ def _of(
         replica = Replica(shape, cluster, tp, replace(choices.engine, utilization=share), stages)
         if replica.capacity_tokens(choices.memory) < workload.longest:
             continue
-        seconds = tuple(_generate_s(replica, call, workload, replicas, choices, known) for call in role.calls)
+        sampled = [_generate(replica, call, workload, replicas, choices, known) for call in role.calls]
+        seconds = tuple(call.share * one for call, (one, _) in zip(role.calls, sampled, strict=True))
+        slots = tuple(used for _, used in sampled)
         settings: tuple[tuple[str, Setting], ...] = (("utilization", share),)
         used = share * capacity
         if role.weights_from:  # sleeps without weights: new ones come in every step
-            yield Option(role.name, layout, seconds, 0.0, used, handover_bytes=weights, settings=settings)
+            yield Option(role.name, layout, seconds, 0.0, used, handover_bytes=weights, settings=settings,
+                         slot_utilization=slots)  # fmt: skip
             continue
-        yield Option(role.name, layout, seconds, weights, used - weights, settings=(*settings, ("offload", "none")))
+        yield Option(role.name, layout, seconds, weights, used - weights, settings=(*settings, ("offload", "none")),
+                     slot_utilization=slots)  # fmt: skip
         load_s = weights / cluster.host_link.bytes_s
         parked = tuple(time + call.share * load_s for time, call in zip(seconds, role.calls, strict=True))
         settings = (*settings, ("offload", "park"))
         host_bytes = choices.engine.weight_bytes * shape.params() * replicas
-        yield Option(role.name, layout, parked, 0.0, used, host_bytes, settings=settings)
+        yield Option(role.name, layout, parked, 0.0, used, host_bytes, settings=settings, slot_utilization=slots)
 
 
-def _generate_s(
+def _generate(
     replica: Replica,
     call: Call,
     workload: Workload,
     replicas: int,
     choices: Choices,
-    known: dict[tuple[object, ...], float],
-) -> float:
+    known: dict[tuple[object, ...], tuple[float, float]],
+) -> tuple[float, float]:
+    """Seconds of a whole call, and how much of the time its slots work."""
     prompts, responses = workload.sequences(call.sequences)
     mean = workload.mean_total(call.sequences)
     # more slots than sequences change nothing; the cache holds the longest sequence, so a slot there is
     slots = min(replica.max_batch(mean, choices.memory), math.ceil(call.sequences / replicas))
     key = (replica.tensor_parallel, replica.pipeline, slots, call.node)
     if key not in known:
-        known[key] = generate(replica, prompts, responses, replicas=replicas, max_batch=slots).total_s
-    return call.share * known[key]
+        found = generate(replica, prompts, responses, replicas=replicas, max_batch=slots)
+        known[key] = found.total_s, found.slot_utilization
+    return known[key]

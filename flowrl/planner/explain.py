@@ -14,16 +14,19 @@ from flowrl.graph.nodes import Graph
 from flowrl.mesh import Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.figures import (
+    UNSAID,
     Chosen,
     Summary,
     alternative_lines,
     binding_lines,
     chosen,
+    full_line,
     overlap_line,
     placement_of,
     role_lines,
     setting_text,
     summary,
+    tail_lines,
     tie_line,
 )
 from flowrl.planner.options import Setting, all_options
@@ -35,6 +38,8 @@ from flowrl.planner.steps import Plan
 from flowrl.planner.train_options import micro_batches
 
 NO_OTHER = "there is no other"
+TELLING = frozenset({"layout", "offload", "recompute", "optimizer"})
+"""Settings of other roles that are named when they change too."""
 OTHERS = 3
 """That a reason tells the price of."""
 
@@ -48,6 +53,8 @@ class Other:
     """Predicted; None where nothing fits then."""
     device_bytes: int = 0
     host_bytes: int = 0
+    changes: tuple[str, ...] = ()
+    """What the best plan does otherwise with it, besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +85,32 @@ class Reason:
         unfit = [one.what for one in self.others if one.seconds is None]
         shown = [f"{self.choice} {self.chosen}"]
         if fitting:
-            shown.append(f"next best {'; '.join(map(self._cost, fitting[:OTHERS]))}")
+            shown.append(f"next best {'; '.join(self._costs(fitting[:OTHERS]))}")
         elif not unfit:
             shown.append(self.if_none)
         if unfit:
             shown.append(f"do not fit: {', '.join(unfit)}" if len(unfit) > 1 else f"does not fit: {unfit[0]}")
         return "; ".join(shown)
 
+    def _costs(self, others: Sequence[Other]) -> list[str]:
+        """What each costs; those that change nothing together."""
+        alike = [one.what for one in others if self._is_alike(one)]
+        said = [self._cost(one) for one in others if not self._is_alike(one)]
+        return [f"{', '.join(alike)}, as fast and no less memory", *said] if alike else said
+
+    def _is_alike(self, other: Other) -> bool:
+        assert other.seconds is not None
+        as_fast = abs(other.seconds - self.seconds) <= LEAST_CHANGE * self.seconds
+        return as_fast and (other.device_bytes, other.host_bytes) == (self.device_bytes, self.host_bytes)
+
     def _cost(self, other: Other) -> str:
         assert other.seconds is not None
         more = other.seconds - self.seconds
         if abs(more) <= LEAST_CHANGE * self.seconds:
-            if (other.device_bytes, other.host_bytes) == (self.device_bytes, self.host_bytes):
-                return f"{other.what}, as fast and no less memory"
             return f"{other.what}, as fast ({size_text(other.device_bytes)} per device, {size_text(other.host_bytes)} per host)"
         said = f"{other.what}, {'+' if more >= 0 else '-'}{time_text(abs(more))} ({change_text(other.seconds, self.seconds)})"
+        if other.changes:
+            said += f", with {', '.join(other.changes)}"
         if more > 0:
             return said
         return (
@@ -119,6 +137,8 @@ class Explanation:
         lines = [f"{shown}predicted {time_text(self.summary.seconds)} per iteration", ""]
         lines += [*(f"  {line}" for line in role_lines(self.plan))]
         lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
+        lines += [f"  warning: {line}" for line in (full_line(self.plan),) if line]
+        lines += [f"  tail: {line}" for line in tail_lines(self.plan)]
         lines += [f"  overlap: {line}" for line in (overlap_line(self.plan),) if line]
         lines += [f"  a tie: {line}" for line in (tie_line(self.plan),) if line]
         lines += [f"  {_relief(one, self.summary.seconds)}" for one in self.relief]
@@ -194,12 +214,28 @@ class _Asking:
         }
         return tuple(self._best(replace(self.problem, cluster=larger), what) for what, larger in twice.items())
 
-    def _best(self, problem: Problem, what: str) -> Other:
+    def _best(self, problem: Problem, what: str, asked: tuple[str, str] | None = None) -> Other:
         found = search(replace(problem, effort=replace(problem.effort, alternatives=0)))
         if found.best is None:
             return Other(what, None)
-        predicted = plan_found(found, self.graph).predicted
-        return Other(what, predicted.seconds, predicted.device_bytes, predicted.host_bytes)
+        made = plan_found(found, self.graph)
+        predicted = made.predicted
+        changes = () if asked is None else tuple(self._changes(chosen(made), asked))
+        return Other(what, predicted.seconds, predicted.device_bytes, predicted.host_bytes, changes)
+
+    def _changes(self, theirs: dict[str, Chosen], asked: tuple[str, str]) -> Iterator[str]:
+        """Settings that change with the one that was asked for, the role's own first."""
+        for name in sorted(theirs, key=lambda one: (one != asked[0], one)):
+            mine, other = self.chosen[name], theirs[name]
+            before, after = (
+                {"layout": str(mine.layout), **dict(mine.settings)},
+                {"layout": str(other.layout), **dict(other.settings)},
+            )
+            owner = "" if name == asked[0] else f"'{name}' "
+            for key, value in after.items():
+                is_said = (name, key) == asked or (key, value) in UNSAID or (key == "layout" and asked[1] == "layout")
+                if not is_said and before.get(key, value) != value and (key in TELLING or not owner):
+                    yield f"{owner}{key} {setting_text(value)}"
 
     def _reason(self, role: Role, choice: str, what: str, others: Sequence[Other], **said: Any) -> Reason:
         fitting = sorted(
@@ -250,7 +286,7 @@ class _Asking:
         classes = [one.value for one in keep.choices.offload] if role.is_trained else ["none", "park"]
         split = self._fixed(role, keep.asked_layout(role.name))
         others = [
-            self._best(replace(split, only=(*keep.only, (role.name, "offload", one))), one)
+            self._best(replace(split, only=(*keep.only, (role.name, "offload", one))), one, (role.name, "offload"))
             for one in classes
             if one != mine.offload
         ]
@@ -271,7 +307,9 @@ class _Asking:
         for key, values in may.items():
             if key in said and len(set(values)) > 1:
                 others = [
-                    self._best(replace(placed, only=(*keep.only, (role.name, key, one))), setting_text(one))
+                    self._best(
+                        replace(placed, only=(*keep.only, (role.name, key, one))), setting_text(one), (role.name, key)
+                    )
                     for one in dict.fromkeys(values)
                     if one != said[key] and key not in asked
                 ]

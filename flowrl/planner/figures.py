@@ -13,10 +13,19 @@ from flowrl.planner.steps import Plan, Setting
 from flowrl.planner.tasks import Hold
 
 __all__ = [
-    "Chosen", "Load", "Phase", "Summary", "alternative_lines", "binding_lines", "chosen", "loads_of", "mesh_name", "overlap_line",
-    "phase_table", "phases", "placement_of", "role_lines", "role_of", "setting_text", "summary", "tie_line",
+    "Chosen", "Load", "Phase", "Summary", "alternative_lines", "binding_lines", "chosen", "full_line", "loads_of", "mesh_name",
+    "overlap_line",
+    "phase_table", "phases", "placement_of", "role_lines", "role_of", "setting_text", "summary", "tail_lines", "tie_line",
 ]  # fmt: skip
 
+FULL = 0.95
+"""Part of a device's memory from which a plan is called close to full."""
+MEMORY_ERROR = 0.08
+"""Part by which predicted memory and what was measured differed at most."""
+TAIL_SAMPLE = 64
+"""Lengths that are looked at to see whether responses are equally long."""
+IDLE = 0.5
+"""Slots of an engine that work less than this part of the time are worth a line."""
 PARTS = 5
 """Of what a step holds, those that a table names."""
 
@@ -163,8 +172,10 @@ def binding_lines(found: Summary, plan: Plan) -> list[str]:
     lines: list[str] = []
     if time := time_line(plan):
         lines.append(f"time: {time}")
+    headroom = 0.0 if plan.searched is None else plan.searched.headroom
+    free = f", {headroom:.0%} kept free" if headroom else ""
     for name, used, capacity, during in (
-        ("device", found.device_bytes, found.device_capacity_bytes, f", most during {found.during}"),
+        ("device", found.device_bytes, found.device_capacity_bytes, f"{free}, most during {found.during}"),
         ("host", found.host_bytes, found.host_capacity_bytes, ""),
     ):
         lines.append(
@@ -178,6 +189,31 @@ def overlap_line(plan: Plan) -> str:
     if not plan.max_staleness or len({one.mesh for one in chosen(plan).values()}) > 1:
         return ""
     return "all roles share one mesh, so that iterations do not overlap: sync would take about as long"
+
+
+def full_line(plan: Plan) -> str:
+    """That a plan leaves its devices little; empty where it leaves enough."""
+    used, capacity = plan.predicted.device_bytes, plan.cluster.device.memory_bytes
+    if used <= FULL * capacity:
+        return ""
+    return (
+        f"close to full: predicted memory was measured within {MEMORY_ERROR:.0%}, and {size_text(capacity - used)} of "
+        f"{size_text(capacity)} per device are left; --headroom 0.1 plans with less"
+    )
+
+
+def tail_lines(plan: Plan) -> list[str]:
+    """Sampling whose slots mostly wait for the longest responses, a line for each such step."""
+    lines: list[str] = []
+    for step in plan.steps:
+        used = step.predicted.slot_utilization
+        if used is None or used >= IDLE:
+            continue
+        helps = "a lower cap helps" if plan.max_staleness else "a lower cap or Async helps"
+        is_tail = plan.workload is None or len({*plan.workload.response_lengths.draw(TAIL_SAMPLE)}) > 1
+        why = f"the longest responses decide; {helps}" if is_tail else "the last of its waves fills few of them"
+        lines.append(f"{step.name}: its slots work {used:.0%} of the time, {why}")
+    return lines
 
 
 def alternative_lines(plan: Plan) -> list[str]:

@@ -77,7 +77,7 @@ class Fill:
                 self.moves.append((index, role))
             else:
                 self.calls[role].append((index, call))
-        self.limits = Limits(space.cluster.device.memory_bytes, space.problem.choices.memory.context_bytes)
+        self.limits = Limits(space.problem.room_bytes, space.problem.choices.memory.context_bytes)
         nodes = [len(mesh.nodes(space.cluster.devices_per_node)) for mesh in meshes]
         self.host_limits = [space.cluster.host.memory_bytes * count for count in nodes]
         self.simulated = 0

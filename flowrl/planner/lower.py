@@ -39,7 +39,7 @@ def plan_of(problem: Problem, candidate: Candidate, graph: Graph, *, is_exact: b
         meshes=tuple((chr(ord("A") + index), mesh) for index, mesh in enumerate(candidate.meshes)),
         workload=problem.workload,
     )
-    excess = plan.simulated()[1].excess(problem.cluster)
+    excess = plan.simulated()[1].excess(problem.cluster, problem.room_bytes)
     if excess is not None:
         raise PlanError(f"the plan of flow '{graph.name}' as {candidate.placement} would not fit: {excess}")
     return plan

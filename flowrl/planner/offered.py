@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from flowrl.errors import ConfigError
-from flowrl.mesh import Mesh, Placement
+from flowrl.mesh import Cluster, Layout, Mesh, Placement
 from flowrl.planner.options import all_options
 from flowrl.planner.problem import Problem
+from flowrl.planner.roles import Role
 
 PLENTY = 2**60
 """Bytes of a device that holds everything: what cannot be done there is no matter of memory."""
+
+MOST = 12
+"""Layouts that an error names."""
 
 
 def check_placement(problem: Problem) -> None:
@@ -49,7 +53,50 @@ def _check_layouts(problem: Problem) -> None:
         mesh = Mesh(0, asked.size)
         if all_options(role, wide, mesh, problem.workload, problem.choices, layout=asked):
             continue
-        offered = sorted({str(one.layout) for one in all_options(role, wide, mesh, problem.workload, problem.choices)})
-        there = f"there are {', '.join(offered)}" if offered else "there is none on so many devices"
+        offered = _possible(problem, role, wide, mesh)
+        more = f" and {len(offered) - MOST} more" if len(offered) > MOST else ""
+        there = f"there are {', '.join(offered[:MOST])}{more}" if offered else "there is none on so many devices"
         kind = "sampled from" if role.is_engine else "trained" if role.is_trained else "only read"
-        raise ConfigError(f"'{role.name}', which is {kind}, cannot be laid out as {asked}; {there}")
+        why = _why_not(role, asked, wide)
+        raise ConfigError(
+            f"'{role.name}', which is {kind}, cannot be laid out as {asked}{f': {why}' if why else ''}; {there}"
+        )
+
+
+def _possible(problem: Problem, role: Role, wide: Cluster, mesh: Mesh) -> list[str]:
+    """Every layout of a role on that many devices, also those that are planned only where they are asked for: the simplest
+    first."""
+    size = mesh.size
+    ways = [Layout(dp=size // (f * t * p), fsdp=f, tp=t, pp=p)
+            for t in _divisors(size) for p in _divisors(size // t) for f in _divisors(size // (t * p))
+            if p == 1 or (f == 1 and role.is_engine)]  # fmt: skip
+    found = [one for one in ways if all_options(role, wide, mesh, problem.workload, problem.choices, layout=one)]
+    return [str(one) for one in sorted(found, key=lambda one: (one.pp, one.tp, -one.fsdp))]
+
+
+def _divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if count % one == 0]
+
+
+def _why_not(role: Role, asked: Layout, cluster: Cluster) -> str:
+    """What keeps a role from a layout; empty where it is something else."""
+    shape, tp, per_node = role.shape, asked.tp, cluster.devices_per_node
+    if role.is_engine and asked.fsdp > 1:
+        return "an engine holds its weights whole or cut by t and p, and has no shards (f)"
+    if not role.is_engine and asked.pp > 1:
+        return "only engines have stages (p)"
+    if not role.is_engine and tp > 1 and shape.lora is not None:
+        return "tensor parallelism (t) with adapters is not offered"
+    if tp > per_node:
+        return f"tensor parallelism stays inside a node, and one has {per_node} devices"
+    if asked.pp > shape.layers:
+        return f"{asked.pp} stages are more than its {shape.layers} layers"
+    blocks = [(shape.heads, "attention heads"), (shape.ffn, "feed-forward columns")]
+    if shape.experts is not None:
+        blocks += [
+            (shape.experts.ffn, "columns of an expert"),
+            (shape.experts.shared_ffn, "columns of a shared expert"),
+        ]
+    if not (role.is_engine and tp % shape.kv_heads == 0):
+        blocks.insert(1, (shape.kv_heads, "key-value heads"))
+    return next((f"{count} {name} do not divide by {tp}" for count, name in blocks if count % tp), "")

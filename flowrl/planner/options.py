@@ -40,7 +40,7 @@ def all_options(
     else:
         make = trained_options if role.is_trained else frozen_options
         found = make(role, cluster, mesh, workload, choices, layout)
-    context, capacity = choices.memory.context_bytes, cluster.device.memory_bytes
+    context, capacity = choices.memory.context_bytes, choices.room_bytes(cluster)
     return tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
 
 

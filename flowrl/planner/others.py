@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl.planner.fill import Budget, Fill, Spent
 from flowrl.planner.options import Option
-from flowrl.planner.problem import INFINITE, Candidate, Effort, num_splits
+from flowrl.planner.problem import CLEARLY_LESS, INFINITE, NEAR, Candidate, Effort, num_splits
 from flowrl.planner.short import shortage
 from flowrl.planner.space import Space, Split
 from flowrl.planner.ties import burden
@@ -24,7 +24,7 @@ class Others:
 
 def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort) -> Others:
     """The fastest plans of other splits; and on the meshes of the best one, with another layout of each role that is sampled
-    from or trained, with less of each role offloaded, and with nothing offloaded.
+    from or trained, with less of each role offloaded, with nothing offloaded, and with clearly less device memory.
 
     Counted in branches together (`Effort.alternative_branches`); what is found when they are used up is what there is.
     """
@@ -49,6 +49,8 @@ def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort)
                 filter(None, (shortage(space, one, mesh.size, takes) for one, mesh in sets)), "not all of it fits"
             )
             refused.append(f"{name}: {why}")
+    lighter = _lighter_plan(space, mine, best, budget)
+    found += [] if lighter is None else [lighter]
     splits, unfit = _other_splits(space, mine, effort, budget)
     known = {best.placement: best.seconds}
     kept: list[Candidate] = []
@@ -81,6 +83,28 @@ def _variants(space: Space, best: Candidate) -> list[tuple[str, Callable[[Option
     if any(burden(option) for one in best.combinations for option in one.options):
         found.append(("nothing offloaded", lambda option: burden(option) == 0, True))
     return found
+
+
+def _lighter_plan(space: Space, mine: Split, best: Candidate, budget: Budget) -> Candidate | None:
+    """On the same meshes, with no more of any role offloaded and no other numerics: hardly slower with clearly less device
+    memory, each time the fastest with clearly less than the last, as long as there is one."""
+    found: Candidate | None = None
+    burdens = {option.role: burden(option) for one in best.combinations for option in one.options}
+
+    def takes(option: Option) -> bool:
+        return burden(option) <= burdens[option.role] and option.numerics <= best.numerics
+
+    limit_s, held = best.seconds * (1 + NEAR), best.peak_bytes
+    while True:
+        fill = Fill(space, mine, best.meshes, budget, takes)
+        fill.limits = replace(fill.limits, device_bytes=held * (1 - CLEARLY_LESS))
+        try:
+            one = fill.fastest(limit_s)
+        except Spent:
+            return fill.best or found
+        if one is None:
+            return found
+        found, held = one, one.peak_bytes
 
 
 def _lighter(mine: Option) -> Callable[[Option], bool]:

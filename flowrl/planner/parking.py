@@ -81,7 +81,7 @@ class Parking:
     def _slots(self, mesh: Mesh) -> Slots:
         """Memory of each slot without parked state, by the simulator."""
         draft = self.draft
-        slots, capacity = draft.slots(mesh), draft.problem.cluster.device.memory_bytes
+        slots, capacity = draft.slots(mesh), draft.problem.room_bytes
         tasks = [step.task for step in draft.steps]
         found = schedule(tasks, devices_per_node=self.per_node)
         spans = [(found.starts[step.name], found.ends[step.name]) for step in slots]

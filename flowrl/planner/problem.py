@@ -25,6 +25,12 @@ LEAST_CHANGE = 5e-4
 """A difference in seconds below this part is none in a text that has percents with one digit."""
 LEAST_CAUSE = 0.25
 """Part of a difference in seconds from which one piece of work is named as its cause."""
+NEAR = 0.05
+"""A plan that is slower by no more than this part is offered for its memory."""
+CLEARLY_LESS = 0.1
+"""Part of the device memory that such a plan saves at least."""
+MOST_CAUSES = 3
+"""Pieces of work that are named where none alone makes the difference."""
 GIB = 2**30
 TIE = 0.02
 """Below this part two plans of one problem cannot be told apart by the cost model. Assumed."""
@@ -99,6 +105,11 @@ class Problem:
         object.__setattr__(self, "roles", tuple(sorted(self.roles, key=lambda role: role.name)))
         if self.placement is not None:
             self.placement.check_roles(frozenset(names))
+
+    @property
+    def room_bytes(self) -> int:
+        """Of a device's memory, what a plan may fill."""
+        return self.choices.room_bytes(self.cluster)
 
     def allows(self, split: Sequence[Sequence[int]]) -> bool:
         """Whether a split keeps together and apart what the placement says; a group that is named takes no others."""
@@ -208,14 +219,21 @@ class Found:
         ]
         work = work_of(self.problem.roles)
         sign = 1 if more >= 0 else -1  # of a faster one, what it does faster
-        at = max(range(len(work)), key=lambda one: sign * (other.work_s[one] - best.work_s[one]))
-        if sign * (other.work_s[at] - best.work_s[at]) > max(
-            LEAST_CHANGE * best.seconds, LEAST_CAUSE * abs(other.seconds - best.seconds)
-        ):
+        gains = [sign * (theirs - mine) for mine, theirs in zip(best.work_s, other.work_s, strict=True)]
+        ranked = sorted(range(len(work)), key=lambda at: (-gains[at], at))
+        clear = max(LEAST_CHANGE * best.seconds, LEAST_CAUSE * abs(other.seconds - best.seconds))
+        causes = [at for at in ranked[:1] if gains[at] > clear]
+        if not causes and len(said) == 1 and len(other.meshes) == 1:  # many small ones
+            causes = [at for at in ranked[:MOST_CAUSES] if gains[at] > LEAST_CHANGE * best.seconds]
+        for at in causes:
             role, call, _ = work[at]
             owner = self.problem.roles[role]
             name = f"the weights of '{owner.name}'" if call is None else f"'{owner.calls[call].node}'"
             said.append(f"{name} {best.work_s[at]:.1f} -> {other.work_s[at]:.1f} s")
+        if len(other.meshes) == 1 < len(best.meshes):
+            said.append(f"its calls take turns on one mesh, where {len(best.meshes)} work at the same time")
+        if more <= NEAR and other.peak_bytes <= (1 - CLEARLY_LESS) * best.peak_bytes:
+            said.append(f"{other.peak_bytes / GIB:.1f} GiB per device instead of {best.peak_bytes / GIB:.1f}")
         if len(other.meshes) > 1:
             index = max(range(len(other.meshes)), key=lambda one: other.busy_s[one])
             names = ", ".join(option.role for option in other.combinations[index].options)

@@ -162,7 +162,7 @@ def _binding(problem: Problem, host: _Host | None) -> str:
     cluster = problem.cluster
     if host is not None:
         return host.line(cluster.host.memory_bytes)
-    space, capacity = Space(problem), cluster.device.memory_bytes
+    space, capacity = Space(problem), problem.room_bytes
     worst: tuple[float, str, Option] | None = None
     for index, role in enumerate(problem.roles):
         least = least_option(space, index, cluster.num_devices)

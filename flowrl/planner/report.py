@@ -46,6 +46,9 @@ class Searched:
     why_simpler: str = ""
     """Where a tie decided: what is simpler about this plan than about the fastest."""
 
+    headroom: float = 0.0
+    """Part of each device's memory that was to stay free."""
+
     def gap(self, seconds: float) -> float:
         """By how much a plan of `seconds` may be above the best there is, as a part of the bound."""
         return max(0.0, seconds / self.bound_s - 1) if self.bound_s > 0 else 0.0

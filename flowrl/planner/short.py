@@ -47,7 +47,7 @@ def shortage(space: Space, mine: Sequence[int], size: int, takes: Callable[[Opti
 
     A single role that needs too much goes before all of them together.
     """
-    memory, capacity = space.problem.choices.memory, space.cluster.device.memory_bytes
+    memory, capacity = space.problem.choices.memory, space.problem.room_bytes
     static, dynamic, context = 0.0, 0.0, 0.0
     for role in mine:
         name, least = space.roles[role].name, least_option(space, role, size, takes)

@@ -71,7 +71,7 @@ def trained_options(
             for state in held:
                 for one in work:
                     used = one.memory.with_state(state.cost)
-                    if used.total_bytes <= cluster.device.memory_bytes:  # else nothing else of it matters
+                    if used.total_bytes <= choices.room_bytes(cluster):  # else nothing else of it matters
                         yield _option(role, where, one, state, used)
 
 

@@ -68,9 +68,13 @@ class Memory:
     devices: dict[int, Usage]
     hosts: dict[int, Usage]
 
-    def excess(self, cluster: Cluster) -> Excess | None:
-        """None where everything fits; else the place that is most over (need over capacity), a device before a host."""
-        found = [Excess(one, cluster.device.memory_bytes) for one in self.devices.values()]
+    def excess(self, cluster: Cluster, room_bytes: int | None = None) -> Excess | None:
+        """None where everything fits; else the place that is most over (need over capacity), a device before a host.
+
+        `room_bytes`: of each device; left out, all that it has.
+        """
+        capacity = cluster.device.memory_bytes if room_bytes is None else room_bytes
+        found = [Excess(one, capacity) for one in self.devices.values()]
         found += [Excess(one, cluster.host.memory_bytes) for one in self.hosts.values()]
         over = [one for one in found if one.usage.peak_bytes > one.capacity_bytes]
         return max(over, key=lambda one: one.usage.peak_bytes / one.capacity_bytes, default=None)

@@ -47,7 +47,10 @@ def calls(draft: Draft) -> Draft:
         mesh, option = placed[roles[role].name]
         own = roles[role].calls[call]
         seconds = max(0.0, seconds - moves_s(problem, roles[role], option, own))
-        steps.append(_compute(own, mesh, option, seconds, waits, holding[roles[role].name]))
+        step = _compute(own, mesh, option, seconds, waits, holding[roles[role].name])
+        if option.slot_utilization:
+            step = replace(step, predicted=replace(step.predicted, slot_utilization=option.slot_utilization[call]))
+        steps.append(step)
     resident = (*_residents(draft, holding), *_waiting(draft, steps))
     return replace(draft, steps=tuple(steps), resident=resident, parked=_parked(draft, holding))
 

@@ -155,7 +155,7 @@ def test_settings_have_reasons_too():
 
 def test_what_another_choice_costs():
     reason = Reason("policy", "offload", "park", 100.0, (), tie=0.02, device_bytes=2**30)
-    assert reason._cost(Other("none", 100.0, 2**30)) == "none, as fast and no less memory"
+    assert reason._costs([Other("none", 100.0, 2**30)]) == ["none, as fast and no less memory"]
     assert reason._cost(Other("none", 100.0, 2**31, 2**30)) == "none, as fast (2.0 GiB per device, 1.0 GiB per host)"
     assert reason._cost(Other("sopt", 110.0)) == "sopt, +10.0 s (+10.0%)"
     assert reason._cost(Other("sopt", 99.0)) == "sopt, -1.0 s (-1.0%), a tie"

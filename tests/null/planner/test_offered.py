@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.mesh import Layout, Placement
 from flowrl.planner.offered import check_placement
 from flowrl.planner.search import search
-from tests.null.planner.search_cases import CASES, GROUPS, WORK, cluster
+from tests.null.planner.search_cases import CASES, GROUPS, WORK, cluster, group_roles
 
 EIGHT = replace(CASES["plenty"], cluster=cluster("8xA100-80G", 80))
 
@@ -20,8 +21,14 @@ def asking(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gen:f4 | ...", "'gen', which is sampled from, cannot be laid out as f4; there are d2t2, d4"),
-        ("policy:f2p2 | ...", "'policy', which is trained, cannot be laid out as f2p2; there are f2t2, f4"),
+        (
+            "gen:f4 | ...",
+            "'gen', which is sampled from, cannot be laid out as f4: an engine .* has no shards .f.; there are d4, d2t2, t4",
+        ),
+        (
+            "policy:f2p2 | ...",
+            "'policy', which is trained, cannot be laid out as f2p2: only engines have stages .p.; there are f4, d2f2",
+        ),
         ("gen:d16 | ...", "'gen:d16' needs 16 devices in one slice; nodes have 8 devices"),
         ("gen:d3 | ...", "needs 3 devices in one slice"),
         ("gen:d8 | (policy:f8 + ref:f8)", "needs 16 devices; no 8 are left"),
@@ -32,6 +39,20 @@ def asking(text):
 def test_what_cannot_be(text, message):
     with pytest.raises(ConfigError, match=message.replace("|", r"\|").replace("(", r"\(")):
         check_placement(asking(text))
+
+
+def test_why_a_layout_cannot_be():
+    """28 heads do not divide by 8; what is accepted when it is asked for is listed too."""
+    shape = ModelShape.of("Qwen/Qwen2.5-7B")
+    problem = replace(EIGHT, roles=group_roles(shape, shape))
+    for name, rest in (("gen", "policy + ref"), ("policy", "gen + ref")):
+        with pytest.raises(ConfigError, match="as t8: 28 attention heads do not divide by 8; there are") as error:
+            check_placement(replace(problem, placement=Placement.parse(f"({rest} + {name}:t8)")))
+        for layout in str(error.value).partition("there are ")[2].split(", "):
+            check_placement(replace(problem, placement=Placement.parse(f"({rest} + {name}:{layout})")))
+    with pytest.raises(ConfigError, match="inside a node, and one has 2 devices"):
+        machine = replace(EIGHT.cluster, nodes=4, devices_per_node=2)
+        check_placement(replace(EIGHT, cluster=machine, placement=Placement.parse("(gen + ref + policy:f2t4)")))
 
 
 @pytest.mark.parametrize(
