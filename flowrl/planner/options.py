@@ -41,7 +41,28 @@ def all_options(
         make = trained_options if role.is_trained else frozen_options
         found = make(role, cluster, mesh, workload, choices, layout)
     context, capacity = choices.memory.context_bytes, choices.room_bytes(cluster)
-    return tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
+    fitting = tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
+    is_inside = mesh.size <= cluster.devices_per_node
+    return fitting if role.is_engine or layout is not None or is_inside else _worth_splitting(fitting)
+
+
+def _worth_splitting(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Over several nodes, without tensor parallelism that a lower degree makes needless.
+
+    All of it there would be more than a search of five roles with overlap gets through. An option stays when no option of a lower
+    degree that fits a device is as fast in each call with as little on hosts and the same numerics. This depends on what fits:
+    over nodes more memory can so be worse than less, which inside a node it cannot.
+    """
+    kept: list[Option] = []
+    lower: list[tuple[int, tuple[float, ...]]] = []
+    for one in sorted(options, key=lambda option: option.layout.tp):
+        degree = one.layout.tp
+        costs = (*one.seconds, one.host_bytes, one.numerics, one.is_on_host)
+        if degree > 1 and any(tp < degree and beats(other, costs) for tp, other in lower):
+            continue
+        kept.append(one)
+        lower.append((degree, costs))
+    return tuple(kept)
 
 
 def pareto(options: Sequence[Option]) -> tuple[Option, ...]:
