@@ -31,8 +31,12 @@ from flowrl.planner.shapes import shape_of
 from flowrl.planner.steps import Plan
 from flowrl.planner.workload import Workload
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import shown
 
 __all__ = ["plan", "plan_found", "problem_of"]
+
+MOST_NODES = 256
+"""Of a cluster for which a plan is made: a search for 125 takes about a minute."""
 
 HEADS = {"values": "value", "score": "reward"}
 """Kind of a node to the head that its model needs."""
@@ -124,7 +128,10 @@ def problem_of(
     for name, value in given.items():
         kinds, needed = ARGUMENTS[name]
         if not isinstance(value, kinds):
-            raise ConfigError(f"plan needs {needed} as {name}; found {value!r} ({type(value).__name__})")
+            raise ConfigError(f"plan needs {needed} as {name}; found {shown(value)} ({type(value).__name__})")
+    for name in models:
+        if not isinstance(name, str):
+            raise ConfigError(f"plan needs models by the names of the flow's inputs; found {shown(name)}")
     graph = flow.graph() if isinstance(flow, Flow) else flow
     if not isinstance(graph, Graph):
         raise ConfigError(f"plan needs a flow (@fr.flow) or a graph; found {type(graph).__name__}")
@@ -143,6 +150,11 @@ def problem_of(
         if name in kept or name not in inputs
     }
     placed = Cluster.of(cluster) if isinstance(cluster, str) else cluster.check_units()
+    if placed.nodes > MOST_NODES:
+        raise ConfigError(
+            f"plans are made for clusters of up to {MOST_NODES} nodes, because the search takes longer with each node; found "
+            f"{placed.nodes:,}. Plan for a part of the cluster"
+        )
     problem = Problem.of(
         optimised,
         shapes,

@@ -16,6 +16,7 @@ from flowrl.errors import ConfigError, FlowError
 from flowrl.mesh.links import Measured
 from flowrl.planner.choices import Choices
 from flowrl.planner.workload_text import read_parts
+from tests.null.breaking.pieces import length, trained
 
 JUNK: list[Any] = [
     None,
@@ -40,6 +41,13 @@ JUNK: list[Any] = [
 IDS = [str(number) for number in range(len(JUNK))]
 
 SHAPE = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=256)
+
+
+@fr.flow
+def sampling(prompts, policy):
+    return trained(length(fr.rollout(policy, prompts, n=2)), policy)
+
+
 EXPERTS, LATENT = Experts(4, 2, 32), LatentAttention(8, 4, 4, 8)
 
 
@@ -93,6 +101,20 @@ def test_counts_of_a_workload_are_whole_numbers_that_can_be_drawn(name: str, val
                 name: value,
             }
         )
+
+
+@pytest.mark.parametrize("key", [None, 0, 1.5, True, b"policy", ("policy",), object])
+def test_models_are_named_by_text(key: Any) -> None:
+    workload = fr.Workload(4, fr.Lengths.fixed(8), fr.Lengths.fixed(8))
+    with pytest.raises(ConfigError, match="by the names of the flow's inputs"):
+        fr.plan(sampling, models={key: SHAPE, "policy": SHAPE}, cluster="1xA100-80G", workload=workload)
+
+
+@pytest.mark.parametrize("name", ["2056xA100-80G", "65536xA100-80G"])
+def test_a_cluster_too_large_for_the_search_is_refused_at_once(name: str) -> None:
+    workload = fr.Workload(4, fr.Lengths.fixed(8), fr.Lengths.fixed(8))
+    with pytest.raises(ConfigError, match="up to 256 nodes"):
+        fr.plan(sampling, models={"policy": SHAPE}, cluster=name, workload=workload)
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "logit_chunk"])
