@@ -78,8 +78,8 @@ class EveryPlan:
                 ways = [options_of(problem, role, chosen[label]) for role, label in enumerate(labels)]
                 for options in itertools.product(*ways):
                     least, peak = self._peaks(labels, meshes, options)
-                    if least <= machine.device.memory_bytes:
-                        yield labels, meshes, options, min(peak, machine.device.memory_bytes)
+                    if least <= problem.room_bytes:
+                        yield labels, meshes, options, min(peak, problem.room_bytes)
 
     def _peaks(self, labels, meshes, options) -> tuple[float, float]:
         """On the fullest device, when nothing works while weights wait, and when all does that may; infinite: a host is over."""
@@ -113,7 +113,7 @@ class EveryPlan:
         for role, waits in (("policy", shards), ("gen", engine)):
             if waits and role != owner[name] and at[role] == at[owner[name]]:
                 used += option_of[role].handover_bytes
-        return used <= self.problem.cluster.device.memory_bytes
+        return used <= self.problem.room_bytes
 
     def seconds(self, labels, meshes, options, enough: float) -> float:
         """The shortest order of the calls that fits, found by trying all; `enough` or more where the loads alone are."""
