@@ -14,6 +14,8 @@ from flowrl.planner.audit import audit_layout
 from flowrl.planner.shapes import shape_of
 from flowrl.schema.columns import nearest
 
+MOST_DEVICES = 4096
+"""Of a layout: every device is looked at, and more take minutes."""
 OPTIMIZERS = {one.name: one for one in (ADAM_FP32, ADAM_MASTER, ADAM_BF16, ADAM_8BIT)}
 
 
@@ -53,6 +55,9 @@ def audit(args: argparse.Namespace) -> int:
 
 def _layout(text: str) -> Layout:
     try:
-        return Layout.parse(text)
+        found = Layout.parse(text)
     except TextError as error:
         raise ConfigError(str(error)) from error
+    if found.size > MOST_DEVICES:
+        raise ConfigError(f"an audit is of layouts of {MOST_DEVICES:,} devices at most; found {found.size:,}")
+    return found

@@ -15,6 +15,8 @@ from flowrl.planner.boxes import Holding, even_stages
 from flowrl.planner.reshard import reshard
 from flowrl.planner.shapes import shape_of
 
+MOST_DEVICES = 512
+"""Of a layout: every device is looked at, and more take minutes."""
 MIB = 2**20
 
 
@@ -55,9 +57,14 @@ def _holding(shape: ModelShape, layout: Layout, first: int) -> Holding:
 
 def _layout(text: str) -> Layout:
     try:
-        return Layout.parse(text)
+        found = Layout.parse(text)
     except TextError as error:
         raise ConfigError(str(error)) from error
+    if found.size > MOST_DEVICES:
+        raise ConfigError(
+            f"a reshard is explained for layouts of {MOST_DEVICES:,} devices at most; found {found.size:,}"
+        )
+    return found
 
 
 def _cluster(text: str | None) -> Cluster | None:

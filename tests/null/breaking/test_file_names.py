@@ -73,7 +73,7 @@ def test_numbers_that_are_too_large_are_refused(asked: tuple[str, str], capsys: 
     assert "--traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", ["f999999", "d100000", "f100000000", "t" + "9" * 5000])
+@pytest.mark.parametrize("layout", ["f8192", "f999999", "d100000", "f100000000", "t" + "9" * 5000])
 def test_layouts_of_more_devices_than_there_are_anywhere_are_refused(
     layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
