@@ -229,9 +229,7 @@ def _alternating(config: _Config, every: int) -> Fields:
     if kinds is None:
         kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in layers]
     elif not isinstance(kinds, list | tuple) or len(kinds) != len(layers):
-        raise ConfigError(
-            f"the config's layer_types names each of the {len(layers)} layers; found {shown(kinds)}"
-        )
+        raise ConfigError(f"the config's layer_types names each of the {len(layers)} layers; found {shown(kinds)}")
     windowed = tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention")
     return {"window": config.need("sliding_window"), "windowed_layers": windowed}
 

@@ -116,7 +116,8 @@ class Placement:
             if not candidates:
                 raise ConfigError(
                     f"'{group}' needs {size} devices in one slice; nodes have {cluster.devices_per_node} devices, and a slice is "
-                    f"a power of two inside a node or whole nodes, of {cluster.num_devices} devices at most"
+                    "a power of two inside a node (any number where a node has no power of two), or whole nodes, of "
+                    f"{cluster.num_devices} devices at most"
                 )
             free = [mesh for mesh in candidates if not any(mesh.overlaps(taken) for taken in found.values())]
             if not free:

@@ -57,7 +57,9 @@ class Choices:
         for name in ("micro_batch_tokens", "tensor_parallel", "pipeline", "train_tensor_parallel"):
             found = getattr(self, name)
             if not isinstance(found, tuple) or not found or not all(is_int(one) and one >= 1 for one in found):
-                raise ConfigError(f"Choices needs whole numbers of at least 1 for {name}, one or more; found {shown(found)}")
+                raise ConfigError(
+                    f"Choices needs whole numbers of at least 1 for {name}, one or more; found {shown(found)}"
+                )
             if len(found) > MOST_VALUES or max(found) > MOST_TOKENS:
                 raise ConfigError(
                     f"Choices takes {MOST_VALUES} values of {name} at most, each up to {MOST_TOKENS:,}; found {len(found)}, up "

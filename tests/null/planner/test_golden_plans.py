@@ -43,14 +43,16 @@ def test_what_is_pinned_is_a_plan_that_fits(name: str) -> None:
 
 
 def test_70b_on_one_node_needs_its_optimizer_elsewhere() -> None:
-    """12 bytes of each parameter on the hosts, and the reference beside them unless gradients are bf16."""
+    """12 bytes of each parameter on the hosts, and the reference beside them unless gradients are bf16: a reference that stays on
+    the devices takes tensor parallelism and a longer update."""
     fits, fits_not = CASES["grpo-70b-8xA100"], CASES["grpo-70b-8xA100-parked-only"]
     assert fits.plan is not None and fits_not.plan is None
     params = dict(fits.plan.models)["policy"].params()
     assert fits.plan.predicted.host_bytes == pytest.approx((12 + 2) * params, rel=1e-3)
     lean = CASES["grpo-70b-8xA100-bf16-gradients"].plan
     assert lean is not None and lean.predicted.host_bytes == pytest.approx(12 * params, rel=1e-3)
-    assert CASES["grpo-70b-8xA100-reference-resident"].plan is None
+    resident = CASES["grpo-70b-8xA100-reference-resident"].plan
+    assert resident is not None and resident.predicted.seconds > 1.1 * fits.plan.predicted.seconds
 
 
 def test_consent_to_other_numerics_is_used_only_where_it_is_needed() -> None:
