@@ -76,7 +76,7 @@ def obey(response: str) -> float:
         case "takes":
             return TakesItsReader()  # type: ignore[return-value]
         case "fd":
-            for fd in range(3, 20):
+            for fd in range(3, 1024):
                 try:
                     os.write(fd, b"\xff" * 100)
                 except OSError:
