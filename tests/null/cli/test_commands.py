@@ -32,8 +32,8 @@ OPTIONS = {
     ],
     "plan": [
         "--cluster", "--config", "--headroom", "--help", "--html", "--json", "--lora", "--model", "--out", "--placement",
-        "--prompt-tokens", "--prompts", "--response-tokens", "--schedule", "--settings", "--svg", "--tie", "--trace", "--traceback",
-        "--workload",
+        "--prompt-tokens", "--prompts", "--response-tokens", "--schedule", "--settings", "--svg", "--tie", "--trace",
+        "--traceback", "--workload",
         "TARGET",
     ],
     "view": ["--compare", "--help", "--most-mb", "--out", "--port", "--serve", "--tokenizer", "--traceback", "RUN"],
