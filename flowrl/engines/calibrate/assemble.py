@@ -108,8 +108,7 @@ class _Maker:
 
     def slowest(self, name: str) -> list[list[float]]:
         """Rows of a measurement, each with the longest time of any process; the time is a row's last number."""
-        rows = zip(*self.values[name], strict=True)
-        return [[*same[0][:-1], max(row[-1] for row in same)] for same in rows]
+        return _slowest_rows(self.values[name])
 
     def peak(self, cluster: Cluster) -> Cluster:
         if self.missing("products", "efficiency of products is assumed"):

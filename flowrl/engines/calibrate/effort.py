@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 2**20
 
@@ -73,18 +73,13 @@ _GPU = Effort(
     host_adam_params=2**26,
     collective_bytes=tuple(2**power for power in (13, 16, 19, 22, 25, 27, 29)),
 )
-_GPU_QUICK = Effort(
+_GPU_QUICK = replace(
+    _GPU,
     rounds=3,
-    products=_GPU.products,
     layers=(_LAYERS[0], _LAYERS[2]),
     num_layers=2,
-    rows=4,
-    sequence=2048,
-    vocab=2**17,
-    chunk=1024,
     copy_bytes=512 * MIB,
     adam_params=2**27,
-    decode_batches=(1, 32, 256),
     decode_context=512,
     host_copy_bytes=(MIB, 64 * MIB),
     host_adam_params=2**24,
@@ -107,17 +102,15 @@ _CPU = Effort(
     host_adam_params=2**22,
     collective_bytes=tuple(2**power for power in (10, 14, 18, 22)),
 )
-_CPU_QUICK = Effort(
+_CPU_QUICK = replace(
+    _CPU,
     rounds=3,
     products=((256, 256, 256), (256, 512, 128), (16, 512, 128)),
     layers=(LayerShape(64, 4, 2, 256), LayerShape(256, 4, 2, 1024)),
     num_layers=1,
-    rows=2,
     sequence=64,
     vocab=1024,
     chunk=32,
-    copy_bytes=64 * MIB,
-    adam_params=2**21,
     decode_batches=(1, 4, 16),
     decode_context=64,
     host_copy_bytes=(MIB, 32 * MIB),
