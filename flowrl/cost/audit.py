@@ -7,7 +7,7 @@ The values here are filled from two sides: `flowrl.planner.audit` predicts them 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowrl.cost.text import aligned, size_text
@@ -230,40 +230,26 @@ def _finding(kind: str, parts: Sequence[Part], wasted: float, what: str, fix: st
     return Finding(kind, modules, len(parts), round(wasted), what, fix, wasted > least)
 
 
-def _fixes(parts: Sequence[Part], otherwise: str) -> str:
-    return "; ".join(dict.fromkeys(part.whole_fix or otherwise for part in parts))
-
-
-def _beyond_a_share(parts: Iterable[Part]) -> float:
-    return sum((part.device_bytes + part.host_bytes) * (1 - 1 / part.devices) for part in parts)
+def _whole(kind: str, parts: Sequence[Part], what: str, otherwise: str, least: float) -> Finding | None:
+    """Whole on each of several devices. `otherwise` is the fix where a part has none of its own."""
+    mine = [part for part in parts if part.is_whole]
+    devices = max((part.devices for part in mine), default=0)
+    wasted = sum((part.device_bytes + part.host_bytes) * (1 - 1 / part.devices) for part in mine)
+    fix = "; ".join(dict.fromkeys(part.whole_fix or otherwise for part in mine))
+    return _finding(kind, mine, wasted, f"{what} on each of {devices} devices", fix, least)
 
 
 def _replicated(parts: Sequence[Part], least: float) -> Finding | None:
     """Trained and whole on each of several devices."""
-    mine = [part for part in parts if part.is_whole and part.is_trained]
-    devices = max((part.devices for part in mine), default=0)
-    return _finding(
-        "replicated",
-        mine,
-        _beyond_a_share(mine),
-        f"whole on each of {devices} devices",
-        _fixes(mine, "Wrap the root too: fully_shard(model) after its layers"),
-        least,
-    )
+    fix = "Wrap the root too: fully_shard(model) after its layers"
+    return _whole("replicated", [part for part in parts if part.is_trained], "whole", fix, least)
 
 
 def _replicated_frozen(parts: Sequence[Part], least: float) -> Finding | None:
     """Never trained, and whole on each of several devices all the same."""
-    mine = [part for part in parts if part.is_whole and not part.is_trained]
-    devices = max((part.devices for part in mine), default=0)
-    return _finding(
-        "replicated_frozen",
-        mine,
-        _beyond_a_share(mine),
-        f"frozen, and whole on each of {devices} devices",
-        _fixes(mine, "Shard frozen weights like trained ones (fully_shard), or cut them by tensor parallelism"),
-        least,
-    )
+    frozen = [part for part in parts if not part.is_trained]
+    fix = "Shard frozen weights like trained ones (fully_shard), or cut them by tensor parallelism"
+    return _whole("replicated_frozen", frozen, "frozen, and whole", fix, least)
 
 
 def _frozen_fp32(parts: Sequence[Part], least: float) -> Finding | None:
@@ -290,7 +276,7 @@ def _uneven(parts: Sequence[Part], least: float) -> Finding | None:
     """Rows that do not divide: the fullest device has more than an even share, and others are padded to it."""
     mine = [part for part in parts if part.uneven_bytes > 0]
     wasted = sum(
-        part.uneven_bytes * (part.device_bytes + part.host_bytes) / max(part.param_bytes, 1)
+        part.uneven_bytes * (part.device_bytes + part.host_bytes) / part.param_bytes
         if part.param_bytes
         else part.uneven_bytes
         for part in mine
