@@ -142,8 +142,7 @@ def train_step(
     keep = constants or TrainConstants()
     layout = _layout(shape, cluster, mesh, shards, tensor_parallel, pipeline, tokens)
     tp, stages, shards = layout.tp, layout.pp, layout.fsdp
-    total, ranks = sum(lengths), layout.dp * layout.fsdp
-    count = max(1, math.ceil(total / (ranks * tokens)))
+    count, each_bytes = _micro_batches(shape, layout, lengths, tokens)
     compute_s = train_compute_s(
         shape,
         cluster,
@@ -160,7 +159,6 @@ def train_step(
     reduce_s = inside.reduce_scatter_s(gradient_bytes) + across.all_reduce_s(gradient_bytes / shards)
     gather_s = inside.all_gather_s(2.0 * shape.params() / (tp * stages))
     communication_s = count * (keep.gathers * gather_s + reduce_s)
-    each_bytes = 2.0 * shape.hidden * total / (ranks * count)
     passes = 3 if recompute else 2
     exchange_s = count * _exchange_s(cluster, tp, each_bytes, 2 * shape.layers * passes / stages + 2, sequence_parallel)
     send_s = 0.0
@@ -212,11 +210,9 @@ def forward_pass_s(
     `max(C_f/(G·F·eta_fwd), m·t_ag(2·N/tp)) + exchange + first gather`, with `m·(2·L + 1)` exchanges.
     """
     layout = _layout(shape, cluster, mesh, shards, tensor_parallel, 1, tokens)
-    total, ranks = sum(lengths), layout.dp * layout.fsdp
-    count = max(1, math.ceil(total / (ranks * tokens)))
+    count, each_bytes = _micro_batches(shape, layout, lengths, tokens)
     ring = Ring.strided(cluster, mesh.first, layout.fsdp, layout.tp)
     gather_s = ring.all_gather_s(2.0 * shape.params() / layout.tp)
-    each_bytes = 2.0 * shape.hidden * total / (ranks * count)
     exchange_s = count * _exchange_s(cluster, layout.tp, each_bytes, 2 * shape.layers + 1, sequence_parallel)
     compute_s = forward_s(
         shape, cluster, mesh.size, lengths, micro_batches=count, tensor_parallel=layout.tp, is_sharded=True
@@ -246,6 +242,13 @@ def _layout(
     if stages > shape.layers:
         raise ConfigError(f"each stage of a pipeline needs a layer; found {stages} stages for {shape.layers} layers")
     return Layout(dp=mesh.size // (cut * tp * stages), fsdp=cut, tp=tp, pp=stages)
+
+
+def _micro_batches(shape: ModelShape, layout: Layout, lengths: Sequence[int], tokens: int) -> tuple[int, float]:
+    """How many a rank with tokens of its own works through, and the bytes of one's activations between two layers, bf16."""
+    total, ranks = sum(lengths), layout.dp * layout.fsdp
+    count = max(1, math.ceil(total / (ranks * tokens)))
+    return count, 2.0 * shape.hidden * total / (ranks * count)
 
 
 def _exchange_s(cluster: Cluster, tp: int, size_bytes: float, times: float, sequence_parallel: bool) -> float:
