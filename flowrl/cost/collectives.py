@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Mesh
+
+_Sizes = TypeVar("_Sizes", float, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,7 @@ class Ring:
 
         The small messages of a decode step use one-shot and tree algorithms, so the start does not grow with n.
         """
-        closed = 2 * self._part * size_bytes / self.bus_bytes_s + 2 * self.cluster.alpha_s
-        return self._time("all_reduce", size_bytes, closed)
+        return self._time("all_reduce", size_bytes, self._reduce(size_bytes))
 
     def all_reduces_s(self, sizes_bytes: np.ndarray) -> np.ndarray:
         """Seconds of an all-reduce of each of several sizes."""
@@ -89,8 +91,7 @@ class Ring:
             return np.array([self.all_reduce_s(float(size)) for size in sizes_bytes])
         if self.ranks == 1:
             return np.zeros(len(sizes_bytes))
-        closed = 2 * self._part * sizes_bytes / self.bus_bytes_s + 2 * self.cluster.alpha_s
-        return np.where(sizes_bytes > 0, closed, 0.0)
+        return np.where(sizes_bytes > 0, self._reduce(sizes_bytes), 0.0)
 
     def broadcast_s(self, size_bytes: float) -> float:
         """`size/B + alpha·n`: pipelined along the ranks, so the bytes pass once."""
@@ -113,6 +114,9 @@ class Ring:
 
     def _gather(self, size_bytes: float) -> float:
         return self._part * size_bytes / self.bus_bytes_s + self.cluster.alpha_s * (1 + (self.ranks - 1) / 4)
+
+    def _reduce(self, size_bytes: _Sizes) -> _Sizes:
+        return 2 * self._part * size_bytes / self.bus_bytes_s + 2 * self.cluster.alpha_s
 
     def _time(self, operation: str, size_bytes: float, closed_s: float) -> float:
         if self.ranks == 1 or size_bytes <= 0:
