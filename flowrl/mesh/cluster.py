@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ from flowrl.mesh.layout import MOST_DEVICES
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
-from flowrl.schema.fields import MOST_DIGITS, fits, hints_of, shown
+from flowrl.schema.fields import MOST_DIGITS, check_keys, fits, hints_of, shown
 from flowrl.schema.files import read_toml, write_file
 
 _NAME = re.compile(r"(?:([0-9]+)x)?(.+)")
@@ -268,19 +268,12 @@ def _make(kind: type[_Made], table: Any, where: str) -> _Made:
     """A dataclass from a TOML table: unknown and missing keys are errors."""
     if not isinstance(table, dict):
         raise ConfigError(f"'{where}' is a table; found {table!r}")
-    declared = {one.name: one for one in fields(cast(Any, kind))}
-    for key in table:
-        if key not in declared:
-            raise ConfigError(f"'{where}' has no key '{key}'; {nearest(key, declared)}")
-    missing = [
-        name for name, one in declared.items() if name not in table and one.default is one.default_factory is MISSING
-    ]
-    if missing:
-        raise ConfigError(f"'{where}' lacks {', '.join(missing)}")
+    check_keys(kind, table, where)
+    declared = {one.name: one.type for one in fields(cast(Any, kind))}
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     for key, value in given.items():
         if not fits(hints_of(cast(Any, kind))[key], value):
-            raise ConfigError(f"'{where}.{key}' is {declared[key].type}; found {shown(table[key])}")
+            raise ConfigError(f"'{where}.{key}' is {declared[key]}; found {shown(table[key])}")
     return kind(**given)
 
 

@@ -10,7 +10,7 @@ float         number; integers are read as floats
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from flowrl.errors import ConfigError, FlowError
 from flowrl.mesh import Layout
 from flowrl.schema.columns import nearest
-from flowrl.schema.fields import hints_of, is_int, is_number, is_text, shown
+from flowrl.schema.fields import check_keys, hints_of, is_int, is_number, is_text, shown
 
 _Made = TypeVar("_Made")
 
@@ -100,17 +100,8 @@ def _any_of(parts: tuple[Any, ...], value: Any, where: str) -> Any:
 def _object(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(where, f"an object ({kind.__name__})", value)
+    check_keys(kind, value, where)
     hints = hints_of(kind)
-    for key in value:
-        if key not in hints:
-            raise ConfigError(f"'{where}' has no key '{key}'; {nearest(str(key), hints)}")
-    missing = [
-        one.name
-        for one in fields(kind)
-        if one.name not in value and one.default is MISSING and one.default_factory is MISSING
-    ]
-    if missing:
-        raise ConfigError(f"'{where}' lacks {', '.join(missing)}")
     made = {key: _decode(hints[key], one, f"{where}.{key}") for key, one in value.items()}
     return _made(where, kind, **made)
 

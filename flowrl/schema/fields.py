@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from flowrl.errors import ConfigError
+from flowrl.schema.columns import nearest
 
 MOST_INT = 2**63 - 1
 MOST_FLOAT = 1e30
@@ -35,6 +36,22 @@ def check_fields(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if not fits(hints[name], value):
             raise ConfigError(f"{kind.__name__} needs {described(hints[name])} for {name}; found {shown(value)}")
+
+
+def check_keys(kind: Any, given: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for a key that is no field of a dataclass, and where a field without default has no key.
+
+    Args: where: names what was given, in errors.
+    """
+    hints = hints_of(kind)
+    for key in given:
+        if key not in hints:
+            raise ConfigError(f"'{where}' has no key '{key}'; {nearest(key, hints)}")
+    missing = [
+        one.name for one in fields(kind) if one.name not in given and one.default is one.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"'{where}' lacks {', '.join(missing)}")
 
 
 @lru_cache(maxsize=128)
