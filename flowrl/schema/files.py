@@ -93,12 +93,10 @@ def read_json(text: object, what: str) -> Any:
         raise ConfigError(f"{what} is read from the text of a JSON file; found {shown(text)} ({type(text).__name__})")
     try:
         return json.loads(text, object_pairs_hook=_object)
-    except ConfigError as error:
+    except (ConfigError, json.JSONDecodeError) as error:
         raise ConfigError(f"{what} is a JSON file; {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} is a JSON file; this one is nested too deep") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{what} is a JSON file; {error}") from error
     except ValueError as error:
         raise ConfigError(f"{what} is a JSON file; this one has a whole number of thousands of digits") from error
 

@@ -46,9 +46,7 @@ def own_reads(node: Node, needs: Needs) -> list[Names]:
     A join looks at what it brings over, a buffer and a reduction over rows at all that they give. What a node without need does
     (see `Needs.is_idle`) is not done. Weights have no columns.
     """
-    if needs.is_idle(node):
-        return [NONE for _ in node.inputs]
-    if node.kind == "refill":  # of its own it only asks which rows to keep
+    if needs.is_idle(node) or node.kind == "refill":  # a refill of its own only asks which rows to keep
         return [NONE for _ in node.inputs]
     moves_all = node.kind in ("join", "buffer", "every") or (node.kind == "reduce" and node.get("by") is not None)
     found = _READS[node.kind](node, needs.rows.get(node.name, NONE) if moves_all else NONE, needs)
