@@ -178,7 +178,10 @@ class Observation:
     def _add(self, event: Event) -> None:
         """Keep an event, whose times are those of `time.perf_counter`."""
         offset = time.time() - time.perf_counter()
-        event = replace(event, start_s=event.start_s + offset, end_s=event.end_s + offset)
+        self._keep(replace(event, start_s=event.start_s + offset, end_s=event.end_s + offset))
+
+    def _keep(self, event: Event) -> None:
+        """Keep an event, whose times are those of the clock."""
         if self.folder is not None:
             self.folder.trace.add(event)
         elif self.keeps_events:

@@ -40,18 +40,13 @@ class RankObservation(Observation):
             self._parts.mkdir(exist_ok=True)
             self._trace_file = TraceWriter(self._parts / f"trace.{exchange.rank}.jsonl")
 
-    def _add(self, event: Event) -> None:
+    def _keep(self, event: Event) -> None:
         waited = {WAITED: round(self._exchange.waited_s, 6)} if self._exchange.waited_s else {}
         event = replace(event, attributes={**event.attributes, RANK: self._exchange.rank, **waited})
         if self._trace_file is None:
-            super()._add(event)
-            return
-        kept, self.keeps_events = self.run.events, True
-        self.run.events = []
-        super()._add(event)
-        for one in self.run.events:
-            self._trace_file.add(one)
-        self.run.events = kept
+            super()._keep(event)
+        else:
+            self._trace_file.add(event)
 
     def step_done(self, step: int, log: StepLog) -> None:
         if self._exchange.rank == 0:
