@@ -251,19 +251,27 @@ class PlannedExecutor(Executor):
                 continue
             if action.step is not None:
                 self._move(action.step)
-                continue
-            context.log = logs.setdefault(action.node, StepLog())
-            node = self.graph[action.node]
-            match action.act:
-                case Act.RUN:
-                    self._run(node, context)
-                case Act.AHEAD:
-                    ahead[node.name] = self._ahead(node, action, context)
-                case Act.JOIN:
-                    self._join(node, ahead[node.name], context)
+            else:
+                self._act(action, context, logs, ahead)
+        self._complete(context, asked, logs)
         order = [node.name for node in self.graph]
         values = {name: context.values[name] for name in order if name in context.values}
         return values, StepLog.joined(logs[name] for name in order if name in logs)
+
+    def _act(self, action: Action, context: Context, logs: dict[str, StepLog], ahead: dict[str, Value]) -> None:
+        """Do what an action does with its node; `ahead` are values that have not joined their table."""
+        context.log = logs.setdefault(action.node, StepLog())
+        node = self.graph[action.node]
+        match action.act:
+            case Act.RUN:
+                self._run(node, context)
+            case Act.AHEAD:
+                ahead[node.name] = self._ahead(node, action, context)
+            case Act.JOIN:
+                self._join(node, ahead[node.name], context)
+
+    def _complete(self, context: Context, asked: frozenset[str], logs: dict[str, StepLog]) -> None:
+        """After the last action. Here nothing is left to do: every node has one."""
 
     def _ahead(self, node: Node, action: Action, context: Context) -> Value:
         seen = {**context.values, node.source("rows"): context.values[action.base]}
@@ -287,20 +295,24 @@ class PlannedExecutor(Executor):
 
     def publish(self, step: Step) -> Moved:
         """New weights to the samplers of the models that a reshard names."""
+        num_bytes = sum(self.hosts[name].publish() for name in self._handed_over(step))
+        return Moved(num_bytes, "copied to the sampler" if num_bytes else "the sampler has these weights already")
+
+    def _handed_over(self, step: Step) -> tuple[str, ...]:
+        """Models that a reshard names. Errors: RunError where that is none, or none of the run."""
         unknown = [name for name in step.reads if name not in self.hosts]
         if unknown or not step.reads:
             raise RunError(
                 f"step '{step.name}' of the plan hands over the weights of {', '.join(unknown) or 'no model'}; the run has "
                 f"{', '.join(self.hosts)}"
             )
-        num_bytes = sum(self.hosts[name].publish() for name in step.reads)
-        return Moved(num_bytes, "copied to the sampler" if num_bytes else "the sampler has these weights already")
+        return step.reads
 
     def park(self, step: Step) -> Moved:
         """State of the model that a step names to host memory."""
         host = self._parks(step)
         if host is None:
-            return _stays(self, step)
+            return stays(self, step)
         writes = bool(dict(step.settings).get("writes", True))
         num_bytes = host.offload(writes=writes)
         return Moved(num_bytes, "copied to the host" if num_bytes else "nothing copied: what the host has is good")
@@ -309,7 +321,7 @@ class PlannedExecutor(Executor):
         """State of the model that a step names back to its device."""
         host = self._parks(step)
         if host is None:
-            return _stays(self, step)
+            return stays(self, step)
         num_bytes = host.onload()
         return Moved(num_bytes, "copied to the device" if num_bytes else "nothing to move: it is on the device")
 
@@ -336,7 +348,8 @@ def _one_order(executor: PlannedExecutor, step: Step) -> Moved:
     return Moved(0, "nothing to wait for: one process does one thing at a time")
 
 
-def _stays(executor: PlannedExecutor, step: Step) -> Moved:
+def stays(executor: PlannedExecutor, step: Step) -> Moved:
+    """Where state is in host memory anyway."""
     # with models on a device of their own that cannot leave it, the plan was refused before the run began
     return Moved(0, "nothing to move: the models are in the host's memory")
 

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from flowrl.errors import RunError
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Node
 from flowrl.planner.steps import Step
 from flowrl.planner.tasks import StepKind
 from flowrl.runtime.context import Context, StepLog, Value, Version
 from flowrl.runtime.executor import chosen, needed
-from flowrl.runtime.planned import Moved, PlannedExecutor
+from flowrl.runtime.planned import Moved, PlannedExecutor, stays
 from flowrl.runtime.program import Act, Action
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.hosts import SharedHost
@@ -54,25 +53,14 @@ class RankExecutor(PlannedExecutor):
     def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
         """One iteration; on rank 0 all values and the whole log, elsewhere what this rank computed."""
         self.desk.step_begins(number)
-        context = self._context(number)
-        asked = needed(self.graph, number)
-        logs: dict[str, StepLog] = {}
-        ahead: dict[str, Value] = {}
-        for action in self.program.actions:
-            if action.node in self.graph and action.node not in asked:
-                continue
-            if action.step is not None:
-                self._move(action.step)
-            else:
-                self._act(action, context, logs, ahead)
+        return super().step(number)
+
+    def _complete(self, context: Context, asked: frozenset[str], logs: dict[str, StepLog]) -> None:
         if self.is_reporter:
             for node in self.graph:
                 if node.name in asked:
                     self._ensure(node, context, logs)
         self.desk.exchange.end_step()
-        order = [node.name for node in self.graph]
-        values = {name: context.values[name] for name in order if name in context.values}
-        return values, StepLog.joined(logs[name] for name in order if name in logs)
 
     def _context(self, number: int) -> Context:
         return replace(super()._context(number), operate=Operate(self.desk))
@@ -200,14 +188,8 @@ class RankExecutor(PlannedExecutor):
 
     def publish(self, step: Step) -> Moved:
         """New weights to the sites on the mesh of a reshard, and from there into the samplers."""
-        unknown = [name for name in step.reads if name not in self.hosts]
-        if unknown or not step.reads:
-            raise RunError(
-                f"step '{step.name}' of the plan hands over the weights of {', '.join(unknown) or 'no model'}; the run has "
-                f"{', '.join(self.hosts)}"
-            )
         total, how = 0, []
-        for model in step.reads:
+        for model in self._handed_over(step):
             main = self.desk.places.main[model]
             sites = [site for site in self.desk.places.others(model) if site.ranks == tuple(step.mesh.devices)]
             behind = self._behind.get(model, set())
@@ -237,16 +219,11 @@ def _by_what_is_read(executor: RankExecutor, step: Step) -> Moved:
     return Moved(0, "nothing to wait for here: ranks wait where they read what others made")
 
 
-def _stays(executor: RankExecutor, step: Step) -> Moved:
-    # with models on a device of its own the plan was refused before the run began
-    return Moved(0, "nothing to move: the models are in the host's memory")
-
-
 RANK_MOVES: dict[StepKind, Callable[[RankExecutor, Step], Moved]] = {
     StepKind.RESHARD: RankExecutor.publish,
     StepKind.TRANSFER: _where_they_lie,
     StepKind.SYNC: _by_what_is_read,
-    StepKind.OFFLOAD: _stays,
-    StepKind.ONLOAD: _stays,
+    StepKind.OFFLOAD: stays,
+    StepKind.ONLOAD: stays,
 }
 """Kind of step to what does it on a rank."""
