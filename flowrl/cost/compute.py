@@ -39,7 +39,8 @@ def forward_s(
     with_logits: bool = True,
     constants: MemoryConstants | None = None,
 ) -> float:
-    """A forward pass without gradients over sequences of the given lengths, spread over `devices`.
+    """A forward pass without gradients over sequences of the given lengths (old or reference log-probabilities, values, rewards),
+    spread over `devices`.
 
     `is_sharded`: weights are gathered for each micro-batch, as a trainer's are. `with_logits` is off where no loss or
     log-probability of the tokens is computed, as when an engine reads a prompt.

@@ -85,11 +85,6 @@ class TrainStep:
         )
 
 
-def score_s(shape: ModelShape, cluster: Cluster, devices: int, lengths: Sequence[int]) -> float:
-    """A forward pass over sequences (old or reference log-probabilities, values, rewards): see `forward_s`."""
-    return forward_s(shape, cluster, devices, lengths)
-
-
 def can_split(shape: ModelShape, ranks: int, *, repeats_kv: bool = False) -> bool:
     """Whether heads, key-value heads and feed-forward blocks divide over the ranks of a tensor-parallel group.
 

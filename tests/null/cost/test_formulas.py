@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flowrl.cost.collectives import Ring
+from flowrl.cost.compute import forward_s
 from flowrl.cost.flops import forward_flops, train_flops
 from flowrl.cost.memory import Stage, activation_token_bytes, cache_capacity_tokens, logit_bytes, train_memory
 from flowrl.cost.offload import (
@@ -21,7 +22,7 @@ from flowrl.cost.offload import (
     state_cost,
 )
 from flowrl.cost.shapes import ModelShape
-from flowrl.cost.train import TrainConstants, score_s, train_step
+from flowrl.cost.train import TrainConstants, train_step
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Measured, Mesh
 
@@ -401,4 +402,4 @@ def test_adapters_work_besides_their_matrices() -> None:
 
 
 def test_scoring_is_divided_over_devices() -> None:
-    assert score_s(SMALL, A100, 8, [100, 200]) == pytest.approx(2 * score_s(SMALL, A100, 16, [100, 200]))
+    assert forward_s(SMALL, A100, 8, [100, 200]) == pytest.approx(2 * forward_s(SMALL, A100, 16, [100, 200]))

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flowrl.cost.collectives import Ring
+from flowrl.cost.compute import forward_s
 from flowrl.cost.generation import EngineConstants, Replica, generate
 from flowrl.cost.memory import Stage, cache_pool_bytes, train_memory
 from flowrl.cost.shapes import ModelShape
-from flowrl.cost.train import TrainStep, can_split, forward_pass_s, score_s, train_step
+from flowrl.cost.train import TrainStep, can_split, forward_pass_s, train_step
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Measured, Mesh
 from tests.null.cost.test_formulas import faster
@@ -173,7 +174,7 @@ def test_a_forward_pass_of_any_degree(tp: int, count: int, k: float) -> None:
         return forward_pass_s(LLAMA, cluster, cluster.whole, sizes, tokens=tokens * tp, tensor_parallel=tp)
 
     assert seconds(faster(A100, k)) == pytest.approx(seconds(A100) / k)
-    assert seconds(A100) > score_s(LLAMA, A100, 16, sizes)
+    assert seconds(A100) > forward_s(LLAMA, A100, 16, sizes)
     assert seconds(A100, 8192) <= seconds(A100, 1024)
 
 
@@ -182,7 +183,7 @@ def test_a_forward_pass_by_hand() -> None:
     ring, activations = Ring(A100, 4), 2 * 4096 * 8192
     exchanges = 8 * (2 * 32 + 1) * Ring(A100, 2).all_reduce_s(activations)
     first = ring.all_gather_s(LLAMA.root_params() + LLAMA.layer_params(0))
-    assert found == pytest.approx(score_s(LLAMA, A100, 8, SIZES) + exchanges + first)
+    assert found == pytest.approx(forward_s(LLAMA, A100, 8, SIZES) + exchanges + first)
 
 
 # ---------------------------------------------------------------------------------------------------------- engines

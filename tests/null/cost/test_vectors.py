@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from flowrl.cost.collectives import Ring
+from flowrl.cost.compute import forward_s
 from flowrl.cost.flops import forward_flops, train_flops
 from flowrl.cost.generation import Replica, generate, waves_s
 from flowrl.cost.memory import activation_token_bytes, cache_capacity_tokens, train_memory
 from flowrl.cost.offload import ADAM_8BIT, ADAM_FP32, ADAM_MASTER, Offload, OptimizerState, adam_s, state_cost
 from flowrl.cost.shapes import ModelShape
-from flowrl.cost.train import score_s, train_step
+from flowrl.cost.train import train_step
 from flowrl.mesh import Cluster
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
@@ -118,7 +119,7 @@ def test_llama_8b_on_eight_a100() -> None:
     assert step.compute_s == pytest.approx(97.1, abs=0.05)
     assert step.communication_s == pytest.approx(5.6, abs=0.05)
     assert step.total_s == pytest.approx(step.compute_s + step.first_gather_s + step.optimizer_s)  # hidden
-    assert score_s(shape, A100, 8, lengths) == pytest.approx(19.4, abs=0.05)
+    assert forward_s(shape, A100, 8, lengths) == pytest.approx(19.4, abs=0.05)
     one, two = Replica(shape, A100, 1), Replica(shape, A100, 2)
     assert 1024 * one.decode_step_s(128, 1024) == pytest.approx(24.6, abs=0.05)
     assert one.prefill_s([512] * 128) == pytest.approx(6.4, abs=0.05)
