@@ -413,14 +413,20 @@ class TorchHost:
 
     def save(self, path: str) -> None:
         """Write weights and tokenizer where Transformers loads them; a module without `save_pretrained` as `model.pt`."""
-        folder = Path(path)
+        with self._home.brought(writes=False):
+            self._save(Path(path))
+
+    def _save(self, folder: Path) -> None:
+        self._write(folder)
+
+    def _write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """`tensors` by the names of the module's state dict; None: the module's own."""
         folder.mkdir(parents=True, exist_ok=True)
         save = getattr(self.module, "save_pretrained", None)
-        with self._home.brought(writes=False):
-            if callable(save):
-                save(str(folder))
-            else:
-                torch.save(self.module.state_dict(), folder / "model.pt")
+        if callable(save):
+            save(str(folder), **({} if tensors is None else {"state_dict": dict(tensors)}))
+        else:
+            torch.save(self.module.state_dict() if tensors is None else dict(tensors), folder / "model.pt")
         if self._hf_tokenizer is not None:
             self._hf_tokenizer.save_pretrained(str(folder))
 

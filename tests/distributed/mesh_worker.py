@@ -143,7 +143,7 @@ def learns_nothing(mesh: RankMesh, folder: Path) -> Any:
 
 
 def from_files(mesh: RankMesh, folder: Path) -> Any:
-    """Read from safetensors, several files; trained a little and written."""
+    """Read from safetensors, several files; trained a little and written, from host memory."""
     case = CASES["smollm"]
     model = replace(model_of(case), source=folder / "smollm", tokenizer=Letters())
     names: set[str] = set()
@@ -157,7 +157,10 @@ def from_files(mesh: RankMesh, folder: Path) -> Any:
         host = open_on_mesh("files", model, uses_of(case), mesh, seed=0)
     before = scored(host, case)
     report = metrics_of(host.update(job_of(case, 0)))
+    host.offload()
     host.save(str(folder / f"written-{mesh.layout}"))
+    assert host.is_parked
+    host.onload()
     return {"read": names, "before": before, "report": report, "after": scored(host, case)}
 
 
@@ -198,6 +201,7 @@ def checkpoint(mesh: RankMesh, folder: Path) -> Any:
         torch.save(state, folder / "state.pt")
     else:
         assert all(array.size == 0 for array in state["weights"].values())
+    host.offload()
     dcp.save(host.rank_state(), checkpoint_id=str(folder / "dcp"))
     return found["reports"]
 

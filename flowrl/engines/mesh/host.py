@@ -174,6 +174,7 @@ class MeshHost(TorchHost):
 
         Made to be loaded into: optimizer state that is not there yet is made, of zeros.
         """
+        self.onload()
         state: dict[str, Any] = {
             "weights": {name: master.detach() for name, master in self.weights.masters.items()},
             "buffers": dict(self.weights.buffers),
@@ -204,8 +205,8 @@ class MeshHost(TorchHost):
             "full_state()"
         )
 
-    def save(self, path: str) -> None:
-        """As `TorchHost.save`; every rank calls it, and the first one writes."""
+    def _save(self, folder: Path) -> None:
+        """Every rank calls it, and the first one writes."""
         names = {id(param): name for name, param in self.weights.parameters.items()}
         whole: dict[str, Tensor] = {}
         writes = self.mesh.rank == 0
@@ -217,18 +218,8 @@ class MeshHost(TorchHost):
         if writes:
             for name, tensor in self.module.state_dict(keep_vars=True).items():
                 whole[name] = gathered[names.get(id(tensor), name)]
-            self._write(Path(path), whole)
-        self.mesh.exchange(None, f"rank 0, which writes model '{self.name}' to {path}")
-
-    def _write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save: Any = getattr(self.module, "save_pretrained", None)
-        if callable(save):
-            save(str(folder), state_dict=dict(tensors))
-        else:
-            torch.save(dict(tensors), folder / "model.pt")
-        if self._hf_tokenizer is not None:
-            self._hf_tokenizer.save_pretrained(str(folder))
+            self._write(folder, whole)
+        self.mesh.exchange(None, f"rank 0, which writes model '{self.name}' to {folder}")
 
     def blend(self, source: Host, decay: float) -> None:
         """As `TorchHost.blend`. Errors: EngineError when the source lies on its ranks in another way."""
