@@ -1,9 +1,9 @@
 """The ways in which a role can run on a mesh, and which of them are worth looking at.
 
 An option is a layout and its settings (tokens of a micro-batch, recomputation, class of offload, the engine's share of memory)
-with what they cost: seconds of each call, bytes on a device between and during its calls, bytes on hosts. Of the options with one
-layout only those are kept that no other one beats or equals in everything (Pareto). What a role costs depends on how many devices
-its mesh has and over how many nodes they go, never on which ones, so options are made once for each size.
+with what they cost: seconds of each call, bytes on a device between and during its calls, bytes on hosts. What a role costs
+depends on how many devices its mesh has and over how many nodes they go, never on which ones, so options are made once for each
+size.
 
 Engines are made in `flowrl.planner.engine_options`, trainers and frozen models in `flowrl.planner.train_options`.
 """
@@ -19,7 +19,7 @@ from flowrl.planner.roles import Role
 from flowrl.planner.train_options import frozen_options, trained_options
 from flowrl.planner.workload import Workload
 
-__all__ = ["Choices", "Option", "Setting", "all_options", "beats", "pareto"]
+__all__ = ["Choices", "Option", "Setting", "all_options", "beats"]
 
 
 def all_options(
@@ -62,24 +62,6 @@ def _worth_splitting(options: Sequence[Option]) -> tuple[Option, ...]:
             continue
         kept.append(one)
         lower.append((degree, costs))
-    return tuple(kept)
-
-
-def pareto(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Without the options that another one of the same layout beats or equals in everything.
-
-    Of equals, the first stays. The fastest come first.
-    """
-    kept: list[Option] = []
-    by_layout: dict[Layout, list[tuple[float, ...]]] = {}
-    ranked = sorted(
-        ((sum(one.seconds), one.costs, index) for index, one in enumerate(options)),
-    )
-    for _, costs, index in ranked:
-        mine = by_layout.setdefault(options[index].layout, [])
-        if not any(beats(other, costs) for other in mine):
-            mine.append(costs)
-            kept.append(options[index])
     return tuple(kept)
 
 

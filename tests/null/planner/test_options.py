@@ -12,7 +12,8 @@ from flowrl.cost.shapes import ModelShape
 from flowrl.cost.train import forward_pass_s, train_step
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout, Mesh
-from flowrl.planner.options import Choices, Option, all_options, beats, pareto
+from flowrl.planner.cells import undominated
+from flowrl.planner.options import Choices, Option, all_options, beats
 from flowrl.planner.roles import Call, Role
 from flowrl.planner.workload import Lengths, Workload
 
@@ -251,7 +252,8 @@ def test_there_are_few():
     machine = Cluster.named("64xH100-80G")
     for role in (trainer(), frozen(), engine(), engine(weights_from="")):
         for size in (1, 8, 64):
-            assert len(pareto(all_options(role, machine, Mesh(0, size), WORK, Choices()))) <= 200
+            options = all_options(role, machine, Mesh(0, size), WORK, Choices())
+            assert len(undominated(options, lambda one: one.costs)) <= 200
 
 
 numbers = st.floats(0, 3).map(round)
@@ -260,7 +262,7 @@ numbers = st.floats(0, 3).map(round)
 @given(st.lists(st.tuples(st.sampled_from(["f8", "f4t2"]), numbers, numbers, numbers, numbers), max_size=30))
 def test_pareto_leaves_out_what_is_beaten_and_nothing_else(rows):
     options = [Option("policy", Layout.parse(row[0]), (float(row[1]),), *map(float, row[2:])) for row in rows]
-    kept = pareto(options)
+    kept = undominated(options, lambda one: one.costs)
     assert set(kept) <= set(options)
     for option in options:
         rivals = [other for other in kept if other.layout == option.layout]
