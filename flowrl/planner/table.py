@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowrl.cost.text import aligned
-from flowrl.mesh import Mesh
+from flowrl.planner.placed import mesh_name
 from flowrl.planner.tasks import ASSUMED, Lane, StepKind
 
 if TYPE_CHECKING:
@@ -95,14 +95,8 @@ def _row(plan: Plan, first: int, steps: tuple[Step, ...]) -> tuple[str, ...]:
 
 def _place(plan: Plan, step: Step) -> str:
     if step.source is not None and step.source != step.mesh:
-        return f"{_called(plan, step.source)} -> {_called(plan, step.mesh)}"
-    return _called(plan, step.mesh)
-
-
-def _called(plan: Plan, mesh: Mesh) -> str:
-    ours = (name for name, one in plan.meshes if (one.first, one.size) == (mesh.first, mesh.size))
-    last = mesh.first + mesh.size - 1
-    return f"{next(ours, str(mesh.first) if mesh.size == 1 else f'{mesh.first}-{last}')}[{mesh.size}]"
+        return f"{mesh_name(plan, step.source)} -> {mesh_name(plan, step.mesh)}"
+    return mesh_name(plan, step.mesh)
 
 
 def _time(seconds: float) -> str:
