@@ -128,22 +128,18 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
     for step in plan.steps:
         start_s, end_s = times.starts[step.name], times.ends[step.name]
         device = max(step.devices, key=lambda one: (used.devices[one].between(start_s, end_s), -one))
-        levels = used.devices[device].levels
-        moment_s = max(_moments(levels, start_s, end_s), key=lambda moment: (_level(levels, moment), -moment))
-        held = {what: _level(by_what[what][device].levels, moment_s) for what in by_what if device in by_what[what]}
+        usage = used.devices[device]
+        moment_s = max(_moments(usage.levels, start_s, end_s), key=lambda moment: (usage.at(moment), -moment))
+        held = {what: devices[device].at(moment_s) for what, devices in by_what.items() if device in devices}
         parts = sorted(((what, count) for what, count in held.items() if count), key=lambda one: (-one[1], one[0]))
         host = used.hosts[plan.cluster.node_of(device)].between(start_s, end_s)
-        found.append(Phase(step.name, _level(levels, moment_s), tuple(parts), host))
+        found.append(Phase(step.name, usage.at(moment_s), tuple(parts), host))
     return tuple(found)
 
 
 def _moments(levels: Sequence[tuple[float, int]], start_s: float, end_s: float) -> Iterator[float]:
     yield start_s
     yield from (moment_s for moment_s, _ in levels if start_s < moment_s < end_s)
-
-
-def _level(levels: Sequence[tuple[float, int]], at_s: float) -> int:
-    return next((level for moment_s, level in reversed(levels) if moment_s <= at_s), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- text

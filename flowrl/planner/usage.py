@@ -36,10 +36,13 @@ class Usage:
     during: tuple[str, ...]
     """Tasks that run on it at that moment, by name."""
 
+    def at(self, moment_s: float) -> int:
+        """Bytes from a moment on."""
+        return next((level for since_s, level in reversed(self.levels) if since_s <= moment_s), 0)
+
     def between(self, start_s: float, end_s: float) -> int:
         """The most bytes from a moment on until before another; at the first if they are the same."""
-        inside = [level for moment_s, level in self.levels if start_s < moment_s < end_s]
-        return max([next((level for moment_s, level in reversed(self.levels) if moment_s <= start_s), 0), *inside])
+        return max([self.at(start_s), *(level for moment_s, level in self.levels if start_s < moment_s < end_s)])
 
 
 @dataclass(frozen=True, slots=True)
