@@ -24,13 +24,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowrl.cost.memory import activation_token_bytes, engine_weight_bytes, logit_bytes, train_memory
+from flowrl.cost.memory import engine_weight_bytes, train_memory
 from flowrl.cost.offload import Offload, OptimizerState, state_cost
 from flowrl.cost.shapes import ModelShape
 from flowrl.mesh import Mesh
 from flowrl.planner.options import Choices, Option
 from flowrl.planner.problem import Problem
 from flowrl.planner.roles import Call, Role
+from flowrl.planner.train_options import forward_parts
 
 CATEGORIES = (
     "parameters", "gradients", "optimizer", "gathered", "activations", "logits", "weights", "cache", "buffers", "context",
@@ -241,19 +242,10 @@ def _states(
 
 
 def _forward(problem: Problem, role: Role, option: Option, settings: Mapping[str, object]) -> Parts:
-    """What a forward pass holds besides the shards, on each device: two layers and the ends gathered, one layer's activations."""
-    shape, keep, tp = role.shape, problem.choices, option.layout.tp
-    more, tokens = keep.memory.fragmentation, int(str(settings["micro_batch_tokens"]))
-    is_split = tp > 1 and bool(settings.get("sequence_parallel"))
-    layer = activation_token_bytes(shape, tensor_parallel=tp, sequence_parallel=is_split, constants=keep.memory)
-    logits = logit_bytes(shape, tokens, loss="log_softmax_no_grad", chunk=keep.logit_chunk, tensor_parallel=tp,
-                         constants=keep.memory)  # fmt: skip
-    found = {
-        "gathered": (2 * 2 * shape.layer_params() + 2 * shape.root_params()) / tp * more,
-        "activations": layer * tokens * more,
-        "logits": logits * more,
-    }
-    return {name: count for name, count in found.items() if count}
+    """What a forward pass holds besides the shards, on each device, with what the allocator takes over it."""
+    tokens, more = int(str(settings["micro_batch_tokens"])), problem.choices.memory.fragmentation
+    found = forward_parts(role.shape, problem.choices, tokens=tokens, tp=option.layout.tp)
+    return {name: count * more for name, count in found.items() if count}
 
 
 def _frozen(problem: Problem, role: Role, mesh: Mesh, option: Option, settings: Mapping[str, object]) -> Held:

@@ -220,16 +220,21 @@ def frozen_options(
         held = weights * keep.fragmentation
         load_s = weights / cluster.host_link.bytes_s
         for tokens in micro_batches(choices, workload, tp):
-            layers = (2 * 2 * shape.layer_params() + 2 * shape.root_params()) / tp
-            layer = tokens * activation_token_bytes(
-                shape, tensor_parallel=tp, sequence_parallel=choices.sequence_parallel and tp > 1, constants=keep
-            )
-            logits = logit_bytes(shape, tokens, loss="log_softmax_no_grad", chunk=choices.logit_chunk, tensor_parallel=tp,
-                                 constants=keep)  # fmt: skip
-            own = (layers + layer + logits) * keep.fragmentation
+            own = sum(forward_parts(shape, choices, tokens=tokens, tp=tp).values()) * keep.fragmentation
             seconds = tuple(call.share * where.forward_s(call, tokens) for call in role.calls)
             parked = tuple(time + call.share * load_s for time, call in zip(seconds, role.calls, strict=True))
             size = where.settings(tokens)
             yield Option(role.name, layout, seconds, held, own, has_context=True, settings=(*size, ("offload", "none")))
             yield Option(role.name, layout, parked, 0.0, own + held, weights * mesh.size, has_context=True,
                          settings=(*size, ("offload", "park")))  # fmt: skip
+
+
+def forward_parts(shape: ModelShape, choices: Choices, *, tokens: int, tp: int) -> dict[str, float]:
+    """Bytes by category that a forward pass takes on each device besides the shards, as its tensors have them: two layers and the
+    ends gathered, one layer's activations, logits."""
+    is_split = choices.sequence_parallel and tp > 1
+    layer = activation_token_bytes(shape, tensor_parallel=tp, sequence_parallel=is_split, constants=choices.memory)
+    logits = logit_bytes(shape, tokens, loss="log_softmax_no_grad", chunk=choices.logit_chunk, tensor_parallel=tp,
+                         constants=choices.memory)  # fmt: skip
+    gathered = (2 * 2 * shape.layer_params() + 2 * shape.root_params()) / tp
+    return {"gathered": gathered, "activations": tokens * layer, "logits": logits}
