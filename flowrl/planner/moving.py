@@ -78,47 +78,36 @@ class Moving:
         size, tail = self.parking.sizes[gap.parked], range(gap.start + 1, len(mesh.slots))
         if gap.stop > gap.start or any(room[slot] < size for slot in tail):
             return None
-        until, covered = 0, 0.0
-        while (
-            until <= way.since
-            and covered < self._copy_s(gap)
-            and room[until] >= size
-            and not _copies(mesh.slots[until])
-        ):
-            covered += mesh.slots[until].predicted.seconds
-            until += 1
+        until = self._beside_slots(mesh, gap, range(way.since + 1), room)
         if not until:
             return None
-        for slot in (*tail, *range(until)):
+        for slot in tail:
             room[slot] -= size
         return Way(until, way.since, is_next=True)
 
     def _sooner(self, mesh: Slots, gap: Gap, way: Way, room: list[int]) -> Way:
         """It comes in beside earlier slots, as long as that helps and fits."""
         lowest = way.until if gap.stop > gap.start else 0
-        size, since, covered = self.parking.sizes[gap.parked], way.since, 0.0
-        while (
-            since >= lowest and covered < self._copy_s(gap) and room[since] >= size and not _copies(mesh.slots[since])
-        ):
-            room[since] -= size
-            covered += mesh.slots[since].predicted.seconds
-            since -= 1
-        return Way(way.until, since)
+        return Way(way.until, way.since - self._beside_slots(mesh, gap, range(way.since, lowest - 1, -1), room))
 
     def _later(self, mesh: Slots, gap: Gap, way: Way, room: list[int]) -> Way:
         """It leaves beside later slots, as long as that helps and fits."""
         highest = way.since if gap.stop > gap.start else len(mesh.slots) - 1
-        size, until, covered = self.parking.sizes[gap.parked], way.until, 0.0
-        while (
-            until <= highest and covered < self._copy_s(gap) and room[until] >= size and not _copies(mesh.slots[until])
-        ):
-            room[until] -= size
-            covered += mesh.slots[until].predicted.seconds
-            until += 1
-        return Way(until, way.since)
+        return Way(way.until + self._beside_slots(mesh, gap, range(way.until, highest + 1), room), way.since)
 
-    def _copy_s(self, gap: Gap) -> float:
-        return self.parking.states[gap.parked].state.moved_bytes / self.parking.link
+    def _beside_slots(self, mesh: Slots, gap: Gap, slots: Iterable[int], room: list[int]) -> int:
+        """Beside how many of these slots, from the first one on, a copy runs: as many as it takes time for and as have room. It
+        takes that room."""
+        size = self.parking.sizes[gap.parked]
+        copy_s = self.parking.states[gap.parked].state.moved_bytes / self.parking.link
+        count, covered = 0, 0.0
+        for slot in slots:
+            if covered >= copy_s or room[slot] < size or _copies(mesh.slots[slot]):
+                break
+            room[slot] -= size
+            covered += mesh.slots[slot].predicted.seconds
+            count += 1
+        return count
 
     def moves(self, choice: Choice, timing: Timing) -> tuple[dict[str, list[str]], list[Step]]:
         """(what steps wait for besides, by their names; the moves) of a choice."""
