@@ -7,9 +7,7 @@ from flowrl.mesh import Cluster, Layout, Mesh, Placement
 from flowrl.planner.options import all_options
 from flowrl.planner.problem import Problem
 from flowrl.planner.roles import Role
-
-PLENTY = 2**60
-"""Bytes of a device that holds everything: what cannot be done there is no matter of memory."""
+from flowrl.planner.space import PLENTY
 
 MOST = 12
 """Layouts that an error names."""
@@ -45,7 +43,7 @@ def _check_devices(problem: Problem, placement: Placement) -> None:
 
 def _check_layouts(problem: Problem) -> None:
     """Such as shards over `fsdp` of an engine."""
-    wide = problem.cluster.with_memory(device_bytes=PLENTY)
+    wide = problem.cluster.with_memory(device_bytes=PLENTY)  # what cannot be done there is no matter of memory
     for role in problem.roles:
         asked = problem.asked_layout(role.name)
         if asked is None:
