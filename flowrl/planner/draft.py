@@ -23,8 +23,6 @@ class Parked:
     mesh: Mesh
     uses: tuple[str, ...]
     """Steps that need it on the devices."""
-    writers: tuple[str, ...]
-    """Of these, steps after which the copy on the hosts is old."""
 
 
 @dataclass(frozen=True, slots=True)

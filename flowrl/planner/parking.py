@@ -150,7 +150,7 @@ class Parking:
             slot = uses[(at - back) % len(uses)]
             if back and (gap.parked, slot) in leaving:
                 return False
-            if names[slot].name in one.writers:
+            if names[slot].name in one.state.writers:
                 return True
         return False
 

@@ -123,5 +123,5 @@ def _parked(draft: Draft, holding: dict[str, Held]) -> tuple[Parked, ...]:
         takers = [handover_name(one.name) for one in draft.problem.roles if one.weights_from == role.name]
         for state in holding[role.name].states:
             uses = (*state.calls, *(takers if state.is_handed_over else ()))
-            found.append(Parked(state, mesh, uses, state.writers))
+            found.append(Parked(state, mesh, uses))
     return tuple(found)

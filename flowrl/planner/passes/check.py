@@ -32,7 +32,7 @@ def check(draft: Draft, name: str) -> None:
         if missing:
             raise _broken(draft, name, f"hold '{hold.what}' names the step '{missing.pop()}', which is not there")
     for one in draft.parked:
-        missing = {*one.uses, *one.writers} - names
+        missing = {*one.uses, *one.state.writers} - names
         if missing:
             raise _broken(draft, name, f"'{one.state.role}' is used by the step '{missing.pop()}', which is not there")
 
