@@ -204,12 +204,13 @@ class _Iteration:
         start = min(event.start_s for event in events)
         found = cls(max(event.end_s for event in events) - start)
         by_rank: dict[tuple[str, int], float] = {}
+        inner = [one for one in events if "/" in one.node and STEP in one.attributes]
         for event in events:
             name = event.attributes.get(STEP)
             if not isinstance(name, str):
                 continue
             whose = name, int(event.attributes.get(RANK, 0))
-            by_rank[whose] = by_rank.get(whose, 0.0) + event.seconds - _inside_s(event, events)
+            by_rank[whose] = by_rank.get(whose, 0.0) + event.seconds - _inside_s(event, inner)
             found.steps_s[name] = max(found.steps_s.get(name, 0.0), by_rank[whose])  # ranks work at the same time
             found.starts_s[name] = min(found.starts_s.get(name, math.inf), event.start_s - start)
             found.kinds[name] = str(event.attributes.get(NODE_KIND, ""))
@@ -219,15 +220,11 @@ class _Iteration:
         return found
 
 
-def _inside_s(event: Event, events: Sequence[Event]) -> float:
+def _inside_s(event: Event, inner: Sequence[Event]) -> float:
     """Seconds of steps inside a node that is a step as well: a refill's own work is what its rounds leave."""
     inside = f"{event.node}/"
     rank = event.attributes.get(RANK)
-    return sum(
-        one.seconds
-        for one in events
-        if one.node.startswith(inside) and STEP in one.attributes and one.attributes.get(RANK) == rank
-    )
+    return sum(one.seconds for one in inner if one.node.startswith(inside) and one.attributes.get(RANK) == rank)
 
 
 def _measured(step: Step, iterations: Sequence[_Iteration]) -> StepMeasured:
