@@ -16,12 +16,12 @@ from flowrl.cost.offload import ADAM_8BIT, Offload
 from flowrl.graph.nodes import Graph
 from flowrl.planner.chosen import plan_found
 from flowrl.planner.options import Option
+from flowrl.planner.placed import chosen
 from flowrl.planner.problem import GIB, Candidate, Effort, Problem, host_bytes
 from flowrl.planner.search import search
 from flowrl.planner.short import least_option
 from flowrl.planner.space import PLENTY, Space
 from flowrl.planner.steps import Plan
-from flowrl.planner.tasks import StepKind
 from flowrl.planner.ties import burden
 from flowrl.planner.workload import Lengths, Workload
 
@@ -145,11 +145,10 @@ def _offloaded(best: Candidate) -> str:
 
 def _offloaded_in(plan: Plan) -> str:
     """The same of a plan."""
-    said = [dict(step.settings) for step in plan.steps if step.kind is StepKind.COMPUTE]
-    classes = {str(one["role"]): str(one["offload"]) for one in said if "role" in one and "offload" in one}
-    parked = {str(one["role"]) for one in said if "role" in one and one.get("park_weights")}
     used = [
-        f"'{role}' {name}" for role, name in sorted(classes.items()) if name != Offload.NONE.value or role in parked
+        f"'{role}' {one.offload}"
+        for role, one in chosen(plan).items()
+        if one.offload not in (None, Offload.NONE.value) or dict(one.settings).get("park_weights")
     ]
     return f": {', '.join(used)}" if used else ""
 
