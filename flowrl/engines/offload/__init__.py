@@ -6,6 +6,7 @@ lanes      streams for copies in, work and copies out, and events between them; 
 park       tensors leave the device and come back, the same objects
 state      master weights and moments of AdamW in host memory
 store      what a trainer asks of an optimizer: resident, streamed or on the CPU
+host_adamw what the next two have in common
 streamed   AdamW on the device, its state in host memory
 on_cpu     AdamW on the CPU
 home       the state of one model: what may leave, and that nobody uses it meanwhile

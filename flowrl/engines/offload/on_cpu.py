@@ -9,18 +9,16 @@ Host memory beside masters and moments: two buckets of gradients and two of weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowrl.engines.offload.lanes import lanes_for
+from flowrl.engines.offload.host_adamw import HostAdamW
 from flowrl.engines.offload.layout import Bucket, Piece
 from flowrl.engines.offload.memory import HostMemory
 from flowrl.engines.offload.state import ITEM_BYTES, MOMENTS, HostState, adamw_, flat_of
-from flowrl.engines.offload.streamed import flat_grad
 from flowrl.engines.weights import Weights
 from flowrl.errors import EngineError
 from flowrl.model import AdamW
@@ -31,7 +29,7 @@ STAGE_BYTES = 2**28
 """Of a bucket's gradients: long enough for the rate of the link and all threads of the CPU."""
 
 
-class CpuAdamW:
+class CpuAdamW(HostAdamW):
     """See the module.
 
     Args:
@@ -48,11 +46,7 @@ class CpuAdamW:
         *,
         bucket_bytes: float = STAGE_BYTES,
     ) -> None:
-        self._weights, self._options, self.state = weights, options, state
-        self._parameters = weights.trained_parameters()
-        self._device = next(iter(self._parameters.values())).device
-        self._lanes = lanes_for(self._device)
-        self._buckets = state.layout.buckets(int(bucket_bytes) // ITEM_BYTES)
+        super().__init__(weights, options, state, int(bucket_bytes) // ITEM_BYTES)
         length = max((bucket.stop - bucket.start for bucket in self._buckets), default=0)
         wide = max(parameter.element_size() for parameter in self._parameters.values())
         grad_bytes, weight_bytes = length * ITEM_BYTES, length * wide
@@ -78,10 +72,7 @@ class CpuAdamW:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        grads = {name: flat_grad(grad) for name, grad in self._weights.gradients().items()}
-        for name in grads:
-            self.state.steps[name] = self.state.steps.get(name, 0.0) + 1
-        todo = [bucket for bucket in self._buckets if any(piece.name in grads for piece in bucket.pieces)]
+        grads, todo = self._due()
         self._lanes.begin()
         for number in range(len(todo) + 1):
             if number < len(todo):
@@ -124,15 +115,6 @@ class CpuAdamW:
             for weight, there in rounded:
                 weight.copy_(there, non_blocking=True)
             self._lanes.mark("in", number)
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        return self.state.moments(self._parameters)
-
-    def load(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        self.state.take(entries)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())
 
 
 def _live(bucket: Bucket, grads: Mapping[str, Tensor]) -> list[Piece]:

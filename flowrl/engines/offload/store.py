@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from flowrl.cost.offload import Offload
+from flowrl.engines.offload.state import MOMENTS
 from flowrl.engines.weights import Weights
 from flowrl.errors import EngineError
 from flowrl.model import AdamW
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OptimizerStore(Protocol):

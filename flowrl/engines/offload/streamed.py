@@ -10,15 +10,14 @@ optimizer, and cuts do not change it (see `layout`), so the numbers are equal to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flowrl.cost.offload import OffloadConstants
-from flowrl.engines.offload.lanes import lanes_for
+from flowrl.engines.offload.host_adamw import HostAdamW
 from flowrl.engines.offload.layout import Bucket
 from flowrl.engines.offload.memory import HostMemory
 from flowrl.engines.offload.state import ITEM_BYTES, MOMENTS, HostState, adamw_, flat_of
@@ -28,7 +27,7 @@ from flowrl.model import AdamW
 BUCKETS = OffloadConstants()
 
 
-class StreamedAdamW:
+class StreamedAdamW(HostAdamW):
     """See the module. A weight in fp32 is its own master and stays on the device; only its moments stream.
 
     Args:
@@ -46,13 +45,8 @@ class StreamedAdamW:
         bucket_bytes: float = BUCKETS.bucket_bytes,
         num_buckets: int = BUCKETS.num_buckets,
     ) -> None:
-        self._weights, self._options, self.state = weights, options, state
-        self._parameters = weights.trained_parameters()
-        self._device = next(iter(self._parameters.values())).device
-        self._lanes = lanes_for(self._device)
+        super().__init__(weights, options, state, int(bucket_bytes) // (ITEM_BYTES * len(state.kinds)))
         self._num_buckets = num_buckets
-        most = int(bucket_bytes) // (ITEM_BYTES * len(state.kinds))
-        self._buckets = state.layout.buckets(most)
 
     @staticmethod
     def over(weights: Weights, options: AdamW, precision: torch.dtype) -> StreamedAdamW:
@@ -69,10 +63,7 @@ class StreamedAdamW:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        grads = {name: flat_grad(grad) for name, grad in self._weights.gradients().items()}
-        for name in grads:
-            self.state.steps[name] = self.state.steps.get(name, 0.0) + 1
-        todo = [bucket for bucket in self._buckets if any(piece.name in grads for piece in bucket.pieces)]
+        grads, todo = self._due()
         if not todo:
             return
         steps = self._steps(list(grads))
@@ -128,18 +119,3 @@ class StreamedAdamW:
         """Steps taken, on the device; copied at once, as a copy from common memory makes this thread wait."""
         numbers = torch.tensor([self.state.steps[name] for name in names], dtype=torch.float32)
         return dict(zip(names, numbers.to(self._device).unbind(), strict=True))
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        return self.state.moments(self._parameters)
-
-    def load(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        self.state.take(entries)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())  # nothing between steps
-
-
-def flat_grad(grad: Tensor) -> Tensor:
-    """[elements] of what this process holds of a gradient, in the order of its parameter."""
-    found: Tensor = flat_of(grad.contiguous())
-    return found
