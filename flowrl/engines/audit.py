@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from flowrl.cost.audit import Audit, Part
+from flowrl.engines.offload.state import local_of
 
 
 def audit_module(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, worth: float = 0.01) -> Audit:
@@ -36,9 +37,9 @@ def audit_module(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
 def _part(name: str, parameter: nn.Parameter, state: dict[str, Any], world: int, *, has_accelerator: bool) -> Part:
     devices, copies = _spread(parameter, world)
-    local = _local(parameter)
-    gradient = None if parameter.grad is None else _local(parameter.grad)
-    kept = [_local(value) for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+    local = local_of(parameter)
+    gradient = None if parameter.grad is None else local_of(parameter.grad)
+    kept = [local_of(value) for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
     host = 0
 
     def on_device(*tensors: torch.Tensor) -> int:
@@ -93,10 +94,6 @@ def _dim(placement: Placement) -> int | None:
     """The dimension that a placement cuts; None for one that cuts nothing. Shards of shards are a class of their own in torch,
     which `is_shard` denies."""
     return None if placement.is_replicate() or placement.is_partial() else int(placement.dim)  # type: ignore[attr-defined]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> int:

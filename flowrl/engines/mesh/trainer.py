@@ -24,6 +24,7 @@ from flowrl.engines.mesh.passes import Passes
 from flowrl.engines.mesh.sharding import Sharded
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.weights import MeshWeights
+from flowrl.engines.offload.state import local_of
 from flowrl.engines.packing import Batch
 from flowrl.engines.trainer_torch import Numbers, Step, Trainer, Work, sums_of
 from flowrl.model import AdamW
@@ -120,7 +121,7 @@ class MeshTrainer(Trainer):
         return found
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: _local(grad) for name, grad in super()._gradients().items()}
+        return {name: local_of(grad) for name, grad in super()._gradients().items()}
 
     def _numbers(self, step: Step, grads: Mapping[str, Tensor]) -> Numbers:
         """The same on every rank, to the bit: parts are added in the order of ranks."""
@@ -161,7 +162,3 @@ def copies_of(tensor: Tensor) -> int:
         return 1
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
