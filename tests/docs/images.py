@@ -9,7 +9,6 @@ fonts differ between machines. Look at each before it is committed.
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 import sys
@@ -154,9 +153,7 @@ def pictures(shots: tuple[Shot, ...], open_: Chromium, folder: Path) -> Iterator
             f"b = document.querySelector({(shot.last or shot.first)!r}).getBoundingClientRect();"
             "return {y: Math.max(0, a.top + scrollY - 8), height: b.bottom - a.top + 16}})()"
         )
-        clip = {"x": 0, "width": WIDTH, "scale": 1, **box}
-        found = open_.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        yield shot, small(base64.b64decode(found["data"]))
+        yield shot, small(open_.picture(width=WIDTH, **box))
         print(f"{shot.name}: complete after {open_.run(LOADED)} ms", open_.said or "")
 
 

@@ -128,12 +128,11 @@ class Chromium:
         asked = f"new Promise(done => {{const ask = () => {{let v; try {{v = {expression};}} catch {{v = null;}} v ? done(v) : "
         return self.run(f"{asked}setTimeout(ask, 20)}}; ask();}})")
 
-    def picture(self, path: Path, *, width: int = 1280, height: int | None = None) -> None:
-        """A PNG of the whole page, or of its upper part."""
-        tall = height or int(self.send("Page.getLayoutMetrics")["cssContentSize"]["height"])
-        clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
+    def picture(self, *, y: float, width: float, height: float) -> bytes:
+        """A PNG of a part of the page, from its left edge; in pixels of the page."""
+        clip = {"x": 0, "y": y, "width": width, "height": height, "scale": 1}
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
     # ------------------------------------------------------------------------------------------------------ messages
 

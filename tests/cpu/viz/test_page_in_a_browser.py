@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,9 @@ import pytest
 
 from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen
-from tests.cpu.viz import chromium
 from tests.null.viz.cases import HOSTILE, hostile, large
 
 SECTIONS = ("timeline", "devices", "memory", "dataflow", "why", "measured", "versions", "steps")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    command = chromium.browser()
-    if command is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium, or name one in FLOWRL_TEST_BROWSER)")
-    try:
-        started = chromium.Chromium(command, tmp_path_factory.mktemp("profile"))
-    except (OSError, EOFError, TimeoutError) as error:  # a browser that is installed and cannot run here
-        pytest.skip(f"{command} does not start: {error}")
-    with started as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

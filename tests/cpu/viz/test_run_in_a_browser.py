@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,9 @@ import pytest
 from flowrl.runtime.rundir import RunDir
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.page import run_html
-from tests.cpu.viz import chromium
 from tests.null.viz.run_cases import EMOJI, HOSTILE, LONG_TOKENS, SCRIPT, as_bytes, hostile_run, plain_run, rows_of
 
 READY = "document.documentElement.dataset.viewed"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    command = chromium.browser()
-    if command is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium, or name one in FLOWRL_TEST_BROWSER)")
-    try:
-        started = chromium.Chromium(command, tmp_path_factory.mktemp("profile"))
-    except (OSError, EOFError, TimeoutError) as error:  # a browser that is installed and cannot run here
-        pytest.skip(f"{command} does not start: {error}")
-    with started as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 from flowrl.runtime.rundir import RunDir
 from flowrl.viz.run import serve
 from flowrl.viz.run.serve import LiveView
-from tests.cpu.viz import chromium
 from tests.null.viz.run_cases import as_bytes, plain_run, rows_of
 
 WAIT_S = 30.0
@@ -240,19 +239,6 @@ def test_rows_of_a_step_are_given_when_it_is_whole(tmp_path: Path) -> None:
         assert json.loads(ask(live, f"/{live.token}/state")[2])["stamp"] != before
         assert len(json.loads(zlib.decompress(ask(live, index)[2]))) == 2
     folder.finish()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    command = chromium.browser()
-    if command is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium, or name one in FLOWRL_TEST_BROWSER)")
-    try:
-        started = chromium.Chromium(command, tmp_path_factory.mktemp("profile"))
-    except (OSError, EOFError, TimeoutError) as error:  # a browser that is installed and cannot run here
-        pytest.skip(f"{command} does not start: {error}")
-    with started as one:
-        yield one
 
 
 def test_a_page_follows_its_run(browser: Any, tmp_path: Path) -> None:
