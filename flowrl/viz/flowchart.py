@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from flowrl.viz import units
 from flowrl.viz.axis import WIDTH
 from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, Flows, Point
+from flowrl.viz.frame import table
 from flowrl.viz.layered import Places, place
-from flowrl.viz.svg import Markup, fitted, join, number, picture, rect, tag, text, width_of
+from flowrl.viz.svg import Markup, fitted, number, picture, rect, tag, text, width_of
 
 BOX, PITCH = 52.0, 114.0
 LEAST, MOST = 118.0, 240.0
@@ -280,6 +281,4 @@ def edge_table(flow: Dataflow) -> Markup:
             tag("td", pruned, class_="wrap"),
         ]
         rows.append(tag("tr", *cells, data_edge=index, class_="pruned" if edge.is_pruned else None))
-    return tag(
-        "table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", join(*rows))
-    )
+    return table(head, rows)

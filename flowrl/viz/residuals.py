@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrl.viz import units
+from flowrl.viz.frame import table as html_table
 from flowrl.viz.measured import Seen
 from flowrl.viz.scene import Bar, Scene
-from flowrl.viz.svg import Markup, fitted, join, line, picture, rect, tag, text
+from flowrl.viz.svg import Markup, fitted, line, picture, rect, tag, text
 
 WIDTH, NAME, ROW = 1120.0, 190.0, 26.0
 MIDDLE = 620.0
@@ -100,6 +101,4 @@ def table(scene: Scene, seen: Sequence[Seen]) -> Markup:
                 data_k=bar.index,
             )
         )
-    return tag(
-        "table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", join(*rows))
-    )
+    return html_table(head, rows)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from flowrl.planner.steps import Plan
 from flowrl.viz import units
-from flowrl.viz.svg import Markup, fitted, join, line, picture, tag, text, width_of
+from flowrl.viz.frame import table as html_table
+from flowrl.viz.svg import Markup, fitted, line, picture, tag, text, width_of
 
 WIDTH, HEIGHT = 1120.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 30.0, 44.0
@@ -106,9 +107,7 @@ def table(plan: Plan) -> Markup:
                 class_="chosen" if one is found[0] else None,
             )
         )
-    return tag(
-        "table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", join(*rows))
-    )
+    return html_table(head, rows)
 
 
 def _reason(one: Rival) -> str:
