@@ -21,7 +21,7 @@ from flowrl.viz import units
 from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, dataflow
 from flowrl.viz.devices import device_map
 from flowrl.viz.flowchart import edge_table, flowchart
-from flowrl.viz.frame import document, folded, in_frame, json_markup, legend, navigation, section, table
+from flowrl.viz.frame import data_script, document, folded, in_frame, legend, navigation, section, table
 from flowrl.viz.gantt import gantt
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
@@ -74,13 +74,8 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
         "data-device-bytes": str(max((one.usage.peak_bytes for one in on_devices), default=0)),
         "data-host-bytes": str(max((one.usage.peak_bytes for one in on_hosts), default=0)),
     }
-    data = Markup(f'<script type="application/json" id="plan">{plan_data(plan)}</script>')
+    data = data_script("plan", json.loads(plan.to_json()))
     return document(f"plan {plan.name}", join(*body), scripts=("page.js",), data=(data,), facts=facts)
-
-
-def plan_data(plan: Plan) -> Markup:
-    """The plan's JSON for a script element: nothing in it can end the element or begin another."""
-    return json_markup(json.loads(plan.to_json()))
 
 
 def notebook_html(plan: Plan, graph: Flow | Graph | None = None, *, height: int = 760) -> str:
