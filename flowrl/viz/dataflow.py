@@ -86,8 +86,13 @@ class Dataflow:
     edges: tuple[Flows, ...]
     has_graph: bool
 
-    def point(self, name: str) -> Point:
-        return next(point for point in self.points if point.name == name)
+    @property
+    def bands(self) -> dict[str, list[Point]]:
+        """The nodes of each mesh, by first node."""
+        found: dict[str, list[Point]] = {}
+        for point in self.points:
+            found.setdefault(point.band, []).append(point)
+        return found
 
 
 def dataflow(scene: Scene, graph: Flow | Graph | None = None) -> Dataflow:

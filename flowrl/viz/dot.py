@@ -27,8 +27,8 @@ def _lines(plan: Plan, flow: Dataflow) -> Iterator[str]:
     yield f"label={_quoted(f'plan {plan.name}: {units.seconds(plan.predicted.seconds)} predicted')}; labelloc=t;"
     yield 'node [shape=box, style=filled, fillcolor=white, fontname="sans-serif"]; edge [fontname="sans-serif", fontsize=10];'
     ids = {point.name: f"n{index}" for index, point in enumerate(flow.points)}
-    for index, band in enumerate(dict.fromkeys(point.band for point in flow.points)):
-        inside = [f"{ids[point.name]} [{_look(point)}];" for point in flow.points if point.band == band]
+    for index, (band, points) in enumerate(flow.bands.items()):
+        inside = [f"{ids[point.name]} [{_look(point)}];" for point in points]
         if band == NOWHERE:
             yield from inside
         else:

@@ -8,7 +8,7 @@ from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.planner.steps import Plan
 from flowrl.viz import units
-from flowrl.viz.dataflow import DATA, NOWHERE, WEIGHTS, Dataflow, Flows, dataflow
+from flowrl.viz.dataflow import DATA, NOWHERE, WEIGHTS, Dataflow, Flows, Point, dataflow
 from flowrl.viz.flowchart import words_on
 from flowrl.viz.mermaid import label_of
 from flowrl.viz.palette import LIGHT
@@ -25,14 +25,8 @@ def plan_mermaid(plan: Plan, graph: Flow | Graph | None = None) -> str:
 
 def _lines(flow: Dataflow) -> Iterator[str]:
     ids = {point.name: f"n{index}" for index, point in enumerate(flow.points)}
-    for index, band in enumerate(dict.fromkeys(point.band for point in flow.points)):
-        inside = []
-        for point in flow.points:
-            if point.band == band:
-                lines = [point.name]
-                lines += [f"{units.seconds(point.seconds)} predicted"] if point.bars else []
-                lines += ["left out"] if point.why_pruned else []
-                inside.append(f"{ids[point.name]}[{label_of([clean(line) for line in lines])}]")
+    for index, (band, points) in enumerate(flow.bands.items()):
+        inside = [f"{ids[point.name]}[{_label(point)}]" for point in points]
         if band == NOWHERE:
             yield from inside
         else:
@@ -51,6 +45,13 @@ def _lines(flow: Dataflow) -> Iterator[str]:
     if pruned:
         yield "classDef pruned fill:#f4f4f4,stroke:#999,color:#777,stroke-dasharray:4 3"
         yield f"class {','.join(pruned)} pruned"
+
+
+def _label(point: Point) -> str:
+    lines = [point.name]
+    lines += [f"{units.seconds(point.seconds)} predicted"] if point.bars else []
+    lines += ["left out"] if point.why_pruned else []
+    return label_of([clean(line) for line in lines])
 
 
 def _arrow(edge: Flows) -> str:
