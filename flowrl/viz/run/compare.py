@@ -14,10 +14,10 @@ from typing import Any
 from flowrl.engines import REMARKS
 from flowrl.errors import ConfigError, FlowError
 from flowrl.viz.frame import data_script, document, folded, navigation, section, table
-from flowrl.viz.run.curves import compared, data_of, gallery, look, told
+from flowrl.viz.run.curves import compared, data_of, gallery, look, sample, told
 from flowrl.viz.run.page import flat
 from flowrl.viz.run.source import RunFolder
-from flowrl.viz.svg import Markup, join, line, tag
+from flowrl.viz.svg import Markup, join, tag
 
 LAST = 10
 MOST_DIFF_LINES = 400
@@ -69,13 +69,10 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _run(place: int, name: str, folder: RunFolder) -> Markup:
-    hue, dash = look(place)
-    drawn = line(1, 6, 27, 6, class_=f"curve k{hue}", stroke_dasharray=dash or None)
-    sample = tag("svg", drawn, width=28, height=12, viewbox="0 0 28 12", class_="swatch", aria_hidden="true")
     info = folder.info
     remark = REMARKS.get(str(info.get("engine")), "")
     words = f"{name}: {info.get('flow', '?')}, {folder.status}{f' ({remark})' if remark else ''}"
-    return tag("li", sample, tag("span", words))
+    return tag("li", sample(*look(place), width=28), tag("span", words))
 
 
 def _last(metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> Markup:

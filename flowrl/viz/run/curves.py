@@ -157,7 +157,12 @@ def gallery(shown: Sequence[Chart], *, first: int = 0) -> Markup:
 def _card(chart: Chart, number: int) -> Markup:
     title = chart.title + (f" ({chart.unit})" if chart.unit else "")
     items = [
-        tag("li", _sample(place, one), tag("span", one.label or one.name), tag("b", told(one.points[-1][1])))
+        tag(
+            "li",
+            sample(*_look(place, one), width=22),
+            tag("span", one.label or one.name),
+            tag("b", told(one.points[-1][1])),
+        )
         for place, one in enumerate(chart.lines)
     ]
     return tag(
@@ -165,10 +170,10 @@ def _card(chart: Chart, number: int) -> Markup:
     )
 
 
-def _sample(place: int, one: Line) -> Markup:
-    hue, dash = _look(place, one)
-    drawn = line(1, 6, 21, 6, class_=f"curve k{hue}", stroke_dasharray=dash or None)
-    return tag("svg", drawn, width=22, height=12, viewbox="0 0 22 12", class_="swatch", aria_hidden="true")
+def sample(hue: int, dash: str, *, width: int) -> Markup:
+    """A short piece of a line, for legends."""
+    drawn = line(1, 6, width - 1, 6, class_=f"curve k{hue}", stroke_dasharray=dash or None)
+    return tag("svg", drawn, width=width, height=12, viewbox=f"0 0 {width} 12", class_="swatch", aria_hidden="true")
 
 
 def look(place: int) -> tuple[int, str]:
