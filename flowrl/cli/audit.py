@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 
 from flowrl.cli import OK, PROBLEMS
+from flowrl.cli.layouts import layout_of
 from flowrl.cost.offload import ADAM_8BIT, ADAM_BF16, ADAM_FP32, ADAM_MASTER, Offload
-from flowrl.errors import ConfigError, TextError
-from flowrl.mesh import Layout
+from flowrl.errors import ConfigError
 from flowrl.planner.audit import audit_layout
 from flowrl.planner.shapes import shape_of
 from flowrl.schema.columns import nearest
@@ -30,7 +30,7 @@ def audit(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no optimizer '{args.optimizer}'; {nearest(args.optimizer, OPTIMIZERS)}")
     found = audit_layout(
         shape,
-        _layout(args.layout),
+        layout_of(args.layout, most_devices=MOST_DEVICES, work="an audit is of"),
         wrap=args.wrap,
         is_frozen=args.frozen,
         precision=args.precision,
@@ -51,13 +51,3 @@ def audit(args: argparse.Namespace) -> int:
     else:
         print(found)
     return PROBLEMS if found.problems else OK
-
-
-def _layout(text: str) -> Layout:
-    try:
-        found = Layout.parse(text)
-    except TextError as error:
-        raise ConfigError(str(error)) from error
-    if found.size > MOST_DEVICES:
-        raise ConfigError(f"an audit is of layouts of {MOST_DEVICES:,} devices at most; found {found.size:,}")
-    return found

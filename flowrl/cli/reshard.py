@@ -6,10 +6,11 @@ import argparse
 import json
 
 from flowrl.cli import OK
+from flowrl.cli.layouts import layout_of
 from flowrl.cost.shapes import ModelShape
 from flowrl.engines.reshard.explain import explain
 from flowrl.engines.reshard.program import compile_program
-from flowrl.errors import ConfigError, TextError
+from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout
 from flowrl.planner.boxes import Holding, even_stages
 from flowrl.planner.reshard import reshard
@@ -24,7 +25,7 @@ def reshard_explain(args: argparse.Namespace) -> int:
     """Print bytes by device and by pair, the bound, buckets, and with a cluster predicted seconds."""
     shape = shape_of(args.model, args.model)
     source, target = _layout(args.source), _layout(args.target)
-    cluster = _cluster(args.cluster)
+    cluster = None if args.cluster is None else Cluster.of(args.cluster)
     first = source.size if args.apart else 0
     devices = max(source.size, first + target.size)
     if cluster is not None and devices > cluster.num_devices:
@@ -56,18 +57,4 @@ def _holding(shape: ModelShape, layout: Layout, first: int) -> Holding:
 
 
 def _layout(text: str) -> Layout:
-    try:
-        found = Layout.parse(text)
-    except TextError as error:
-        raise ConfigError(str(error)) from error
-    if found.size > MOST_DEVICES:
-        raise ConfigError(
-            f"a reshard is explained for layouts of {MOST_DEVICES:,} devices at most; found {found.size:,}"
-        )
-    return found
-
-
-def _cluster(text: str | None) -> Cluster | None:
-    if text is None:
-        return None
-    return Cluster.from_toml(text) if text.endswith(".toml") else Cluster.named(text)
+    return layout_of(text, most_devices=MOST_DEVICES, work="a reshard is explained for")
