@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 from flowrl.cli import OK, PROBLEMS
+from flowrl.cost.text import aligned, size_text
 from flowrl.mesh import Cluster
 from flowrl.schema.files import check_writable
 
@@ -31,7 +32,7 @@ def summary(cluster: Cluster) -> str:
     device, part, host = cluster.device, cluster.efficiency, cluster.host
     beside = cluster.overheads
     lines = [
-        ("devices", f"{cluster.num_devices} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each"
+        ("devices", f"{cluster.num_devices} x {device.name}, {size_text(device.memory_bytes)} each"
          f"{SHARED if device.name == 'cpu' else ''}"),
         ("products", f"{device.peak_flops / 1e12:.4g} TFLOP/s peak; {_percent(part.train)} of it in training, "
          f"{_percent(part.forward)} in forward passes, {_percent(part.train_attention or part.train)} in attention, "
@@ -48,8 +49,7 @@ def summary(cluster: Cluster) -> str:
     if cluster.num_devices > 1:
         rate = cluster.inside.bytes_s / 1e9
         lines.append(("links", f"{rate:.4g} GB/s a device, {cluster.alpha_s * 1e6:.3g} us to start a message"))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines)
+    return "\n".join(aligned(lines, "ll"))
 
 
 def _percent(part: float) -> str:
