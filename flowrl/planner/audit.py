@@ -9,7 +9,7 @@ from flowrl.cost.offload import ADAM_FP32, Offload, OptimizerState
 from flowrl.cost.shapes import ModelShape, Weight
 from flowrl.errors import ConfigError
 from flowrl.mesh import Layout
-from flowrl.planner.boxes import Boxes, Holding, even_stages, volume
+from flowrl.planner.boxes import Boxes, Holding, holding_of, volume
 from flowrl.schema.columns import nearest
 
 WRAPS = {"all": "layers and root wrapped", "layers": "only layers wrapped"}
@@ -120,12 +120,8 @@ class _Placed:
 
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout, wrap: str) -> _Placed:
-        stages = tuple(even_stages(shape.layers, layout.pp)) if layout.pp > 1 else ()
         loose = replace(layout, dp=layout.dp * layout.fsdp, fsdp=1) if wrap == "layers" else layout
-        layers, root = (
-            Holding(one, range(one.size), kv_heads=shape.kv_heads, stage_layers=stages, is_tied=shape.tied)
-            for one in (layout, loose)
-        )
+        layers, root = (holding_of(shape, one, range(one.size)) for one in (layout, loose))
         found = cls(layers, root, 0)
         held = [
             sum(_count(found.holding(weight).boxes(weight, rank)) for weight in shape.modules())

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.mesh import Layout
 
@@ -144,6 +145,12 @@ class Holding:
                 f"{tensor.name} has {size} along the dimension that tp cuts, which {ranks} does not divide"
             )
         return tp * (size // ranks), (tp + 1) * (size // ranks)
+
+
+def holding_of(shape: ModelShape, layout: Layout, devices: Sequence[int]) -> Holding:
+    """How a model lies under a layout; stages have its layers evenly."""
+    stages = even_stages(shape.layers, layout.pp) if layout.pp > 1 else ()
+    return Holding(layout, devices, kv_heads=shape.kv_heads, stage_layers=stages, is_tied=shape.tied)
 
 
 def even_stages(layers: int, stages: int) -> tuple[int, ...]:

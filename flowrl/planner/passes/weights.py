@@ -17,7 +17,7 @@ from functools import lru_cache
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout, Mesh
-from flowrl.planner.boxes import Holding, even_stages
+from flowrl.planner.boxes import holding_of
 from flowrl.planner.draft import Draft
 from flowrl.planner.passes.calls import handover_name
 from flowrl.planner.problem import Problem
@@ -99,9 +99,9 @@ def exact(
     found: list[Exact] = []
     tensors = tuple(shape.modules())
     try:
-        before = _holding(shape, giving, source)
+        before = holding_of(shape, giving, source.devices)
         for layout in orders:
-            traffic = traffic_of(tensors, before, _holding(shape, layout, target), devices_per_node=per_node)
+            traffic = traffic_of(tensors, before, holding_of(shape, layout, target.devices), devices_per_node=per_node)
             seconds = wire_s(traffic, cluster, host_bytes_per_element=4 if is_on_host else 0, is_copied=True)
             found.append(
                 Exact(
@@ -115,11 +115,6 @@ def exact(
     except ConfigError:
         return None
     return min(found, key=lambda one: (one.received_bytes, one.total_bytes))
-
-
-def _holding(shape: ModelShape, layout: Layout, mesh: Mesh) -> Holding:
-    stages = even_stages(shape.layers, layout.pp) if layout.pp > 1 else ()
-    return Holding(layout, mesh.devices, kv_heads=shape.kv_heads, stage_layers=stages, is_tied=shape.tied)
 
 
 # --------------------------------------------------------------------------------------------------------- assignments
