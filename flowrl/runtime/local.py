@@ -17,7 +17,7 @@ from flowrl.engines import open_engine
 from flowrl.engines.protocol import Host
 from flowrl.errors import CheckError, ConfigError, DataError, RunError
 from flowrl.graph.checks import find_problems
-from flowrl.graph.drift import without_drift
+from flowrl.graph.drift import Drift, without_drift
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.passes import optimise
@@ -164,7 +164,7 @@ def run_local(
     another graph or of several devices; DataError for data that does not fit. Ctrl-C marks the run interrupted, closes its files
     and goes on up.
     """
-    given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _input_names(flow)}
+    given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in input_names(flow)}
     if options is not None and not isinstance(options, Options):
         raise ConfigError(f"run_local needs an fr.Options in 'options'; found {type(options).__name__}")
     settings = (options or Options()).updated(given)
@@ -181,18 +181,11 @@ def run_local(
     bound: Bound | None = None
     if plan is not None:
         prepared, bound = _bound(plan, prepared, settings)
-        drift = (*drift, *bound.drift)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
     if bound is not None:
         bound.check_hosts(hosts)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
-    about = describe(
-        prepared.graph, prepared.notes, prepared.models, prepared.data, settings, steps=steps, seed=seed, engine=engine
-    )
-    if bound is not None:
-        about["plan"] = bound.about
-    if drift:
-        about["drift"] = {change.name: {"then": change.then, "now": change.now} for change in drift}
+    about = describe_run(prepared, settings, bound, drift, steps=steps, seed=seed, engine=engine)
     with Observation(run, settings, about, steps=steps, bound=bound) as observation:
         executor = _executor(prepared, hosts, seed, settings, observation, bound)
         for step in range(steps):
@@ -206,7 +199,7 @@ def _bound(plan: Plan, prepared: Prepared, settings: Options) -> tuple[Prepared,
     from flowrl.runtime.planned import bind
 
     bound = bind(plan, prepared.graph, prepared.models, allow_drift=settings.allow_drift)
-    return replace(prepared, models=bound.applied.models, notes=(*prepared.notes, *bound.notes)), bound
+    return prepared.planned(bound), bound
 
 
 def _executor(
@@ -242,6 +235,23 @@ class Prepared:
     notes: tuple[str, ...]
     models: dict[str, Model]
     data: dict[str, Data]
+
+    def planned(self, bound: Bound) -> Prepared:
+        """The same with the plan's settings on the models."""
+        return replace(self, models=bound.applied.models, notes=(*self.notes, *bound.notes))
+
+
+def describe_run(
+    prepared: Prepared, settings: Options, bound: Bound | None, drift: tuple[Drift, ...], **run: Any
+) -> dict[str, Any]:
+    """What `run.json` says of a run, with its plan and what has changed since graph (`drift`) and plan were written."""
+    about = describe(prepared.graph, prepared.notes, prepared.models, prepared.data, settings, **run)
+    if bound is not None:
+        about["plan"] = bound.about
+        drift = (*drift, *bound.drift)
+    if drift:
+        about["drift"] = {change.name: {"then": change.then, "now": change.now} for change in drift}
+    return about
 
 
 def prepare(graph: Graph, inputs: Mapping[str, Any], settings: Options, seed: int = 0) -> Prepared:
@@ -313,7 +323,8 @@ def _paths(graph: Graph, prefix: str = "") -> Iterator[str]:
             yield from _paths(node.body, f"{prefix}{node.name}/")
 
 
-def _input_names(flow: Flow | Graph) -> frozenset[str]:
+def input_names(flow: Flow | Graph) -> frozenset[str]:
+    """What a flow is given by name, which no option may shadow."""
     if isinstance(flow, Flow):
         return frozenset(flow.parameters)
     return frozenset(node.name for node in flow.inputs) if isinstance(flow, Graph) else frozenset()

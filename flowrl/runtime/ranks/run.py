@@ -18,15 +18,14 @@ from flowrl.engines.launch.place import join
 from flowrl.engines.launch.protocol import RankEngine, Site, open_rank_engine
 from flowrl.engines.protocol import Host
 from flowrl.errors import ConfigError
-from flowrl.graph.drift import without_drift
+from flowrl.graph.drift import Drift, without_drift
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.model import Model
 from flowrl.planner.steps import Plan
-from flowrl.runtime.local import Prepared, Run, prepare
-from flowrl.runtime.observe import describe
+from flowrl.runtime.local import Prepared, Run, describe_run, input_names, prepare
 from flowrl.runtime.options import OPTION_NAMES, Options
-from flowrl.runtime.planned import Bound, bound_of, kept_on_device
+from flowrl.runtime.planned import Bound, bound_of
 from flowrl.runtime.program import program_in_order
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.exchange import Exchange
@@ -64,7 +63,7 @@ def run_ranks(
     Errors: those of `run_local`; ConfigError for a plan of another number of ranks, or that the engine cannot carry out;
     RankFailed on the ranks that did not fail themselves; WaitTimeout.
     """
-    given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in _names(flow)}
+    given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in input_names(flow)}
     settings = (options or Options()).updated(given)
     board = join(timeout_s=timeout_s) if board is None else board
     board.num_runs += 1
@@ -89,11 +88,17 @@ def check_ranks(
     **inputs: Any,
 ) -> None:
     """Refuse what `run_ranks` would refuse before it opens a model, without being a rank. Errors: as of `run_ranks`."""
-    settings = options or Options()
-    graph, _ = without_drift(flow.graph() if isinstance(flow, Flow) else flow, allowed=settings.allow_drift)
+    _ready(flow, plan, world, seed, options or Options(), inputs)
+
+
+def _ready(
+    flow: Flow | Graph, plan: Plan, world: int, seed: int, settings: Options, inputs: Mapping[str, Any]
+) -> tuple[Prepared, Bound, Places, tuple[Drift, ...]]:
+    """All that is known before the engine is asked. Errors: as of `run_ranks`."""
+    graph, drift = without_drift(flow.graph() if isinstance(flow, Flow) else flow, allowed=settings.allow_drift)
     prepared = prepare(graph, inputs, settings, seed)
-    bind_ranks(plan, prepared.graph, prepared.models, world=world, allow_drift=settings.allow_drift)
-    places_of(plan, prepared.graph)
+    bound = bind_ranks(plan, prepared.graph, prepared.models, world=world, allow_drift=settings.allow_drift)
+    return prepared.planned(bound), bound, places_of(plan, prepared.graph), drift
 
 
 def _run(
@@ -107,12 +112,7 @@ def _run(
     board: Board,
     inputs: dict[str, Any],
 ) -> Run:
-    graph = flow.graph() if isinstance(flow, Flow) else flow
-    graph, drift = without_drift(graph, allowed=settings.allow_drift)
-    prepared = prepare(graph, inputs, settings, seed)
-    bound = bind_ranks(plan, prepared.graph, prepared.models, world=board.world, allow_drift=settings.allow_drift)
-    prepared = replace(prepared, models=bound.applied.models, notes=(*prepared.notes, *bound.notes))
-    places = places_of(plan, prepared.graph)
+    prepared, bound, places, drift = _ready(flow, plan, board.world, seed, settings, inputs)
     opened = open_rank_engine(engine, board)
     refuse(opened, places, prepared.models)
     exchange = Exchange(board, timeout_s, f"run{board.num_runs}")
@@ -120,15 +120,9 @@ def _run(
     board.at("the opening of the models")
     shared = open_shared(opened, places, prepared.models, desk, seed)
     hosts: dict[str, Host] = dict(shared)
-    _refuse_offload(plan, hosts)
+    bound.check_hosts(hosts)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
-    about = describe(
-        prepared.graph, prepared.notes, prepared.models, prepared.data, settings,
-        steps=steps, seed=seed, engine=engine, ranks=board.world,
-    )  # fmt: skip
-    about["plan"] = bound.about
-    if drift or bound.drift:
-        about["drift"] = {c.name: {"then": c.then, "now": c.now} for c in (*drift, *bound.drift)}
+    about = describe_run(prepared, settings, bound, drift, steps=steps, seed=seed, engine=engine, ranks=board.world)
     own = replace(bound, program=replace(bound.program, steps=_own_steps(bound, places, board.rank)))
     with RankObservation(run, settings, about, steps=steps, bound=own, exchange=exchange) as observation:
         executor = _executor(prepared, bound, shared, desk, observation, seed, settings)
@@ -212,17 +206,3 @@ def open_shared(
         for host in opened.values():
             host.close()
         raise
-
-
-def _refuse_offload(plan: Plan, hosts: Mapping[str, Host]) -> None:
-    why = kept_on_device(plan, {host.device for host in hosts.values()})
-    if why:
-        for host in hosts.values():
-            host.close()
-        raise ConfigError(why)
-
-
-def _names(flow: Flow | Graph) -> frozenset[str]:
-    if isinstance(flow, Flow):
-        return frozenset(flow.parameters)
-    return frozenset(node.name for node in flow.inputs) if isinstance(flow, Graph) else frozenset()
