@@ -14,7 +14,6 @@ all ranks the same.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from flowrl.graph.nodes import Node
 from flowrl.graph.operators import OperatorCall, State
 from flowrl.runtime import models, tables
 from flowrl.runtime.context import Context, StepLog, Table, result
+from flowrl.runtime.executor import HANDLERS
 from flowrl.runtime.operators import Applied, run_operator
 from flowrl.runtime.pool import default_workers, named_elsewhere
 from flowrl.runtime.ranks.desk import Desk
@@ -70,7 +70,9 @@ def on_one_rank(node: Node, context: Context, desk: Desk) -> Table:
     mine, told = None, None
     if desk.rank == worker:
         before = dict(context.log.extra)
-        mine = tables_handler(node)(node, context).batch
+        made = HANDLERS[node.kind](node, context)
+        assert isinstance(made, Table)
+        mine = made.batch
         told = {name: value for name, value in context.log.extra.items() if before.get(name) != value}
     rows, (extra,) = desk.exchange.rows(key, (worker,), mine, f"the rows of '{desk.path}'", told)
     context.log.extra.update(extra)
@@ -78,10 +80,6 @@ def on_one_rank(node: Node, context: Context, desk: Desk) -> Table:
         assert mine is not None
         return Table(mine)
     return result(context, node, rows)
-
-
-def tables_handler(node: Node) -> Any:
-    return {"buffer": tables.buffer, "prompts_from": tables.prompts_from}[node.kind]
 
 
 WORK = {"rollout": rollout, "buffer": on_one_rank, "prompts_from": on_one_rank}
