@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flowrl.cost.text import aligned
+from flowrl.cost.text import aligned, size_text, time_text
 from flowrl.planner.placed import mesh_name
 from flowrl.planner.tasks import ASSUMED, Lane, StepKind
 
 if TYPE_CHECKING:
     from flowrl.planner.steps import Plan, Step
 
-GIB = 2**30
+MIB = 2**20
 MANY = 4
 SMALL = 0.01
 LEAST_S = 1e-4
@@ -102,12 +102,11 @@ def _place(plan: Plan, step: Step) -> str:
 def _time(seconds: float) -> str:
     if 0 < seconds < LEAST_S:
         return f"<{LEAST_S * 1e3:.1f} ms"
-    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.1f} ms"
+    return time_text(seconds) if seconds else "0.0 s"
 
 
 def _size(num_bytes: int) -> str:
-    unit, name = next(((unit, name) for unit, name in ((GIB, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (1, "B"))
-    return f"{num_bytes / unit:.1f} {name}" if unit > 1 else f"{num_bytes} B"
+    return size_text(num_bytes) if num_bytes >= MIB else f"{num_bytes} B"
 
 
 def _short(text: str, most: int = 32) -> str:
