@@ -1,1 +1,4 @@
-"""How a job of several processes comes to be, and what its ranks tell each other. Only `store` and `torch_ranks` know torch."""
+"""How a job of several processes comes to be, and what its ranks tell each other.
+
+Only `meeting`, `torch_edges` and `torch_ranks` know torch.
+"""

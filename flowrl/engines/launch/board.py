@@ -54,6 +54,11 @@ class Failure:
         text = str(error) if isinstance(error, FlowError) else "".join(traceback.format_exception(error))
         return cls(rank, at, first, text)
 
+    def told(self, where: str = "") -> str:
+        """The failure and, below it, what is known beyond its first line, which `where` ends."""
+        first = f"{self}{where}"
+        return first if self.text in self.error else f"{first}\n{self.text}".rstrip()
+
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 

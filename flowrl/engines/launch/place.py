@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,19 @@ class Place:
         if not 0 <= place.rank < place.world:
             raise ConfigError(f"RANK is from 0 to WORLD_SIZE - 1; found RANK={place.rank} and WORLD_SIZE={place.world}")
         return place
+
+    def environment(self) -> dict[str, str]:
+        """For a rank whose job is all on one host: what `of` reads, what torch reads besides, and where modules are found."""
+        rank, world = str(self.rank), str(self.world)
+        return {
+            "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, JOB: self.job,
+            "PYTHONPATH": os.pathsep.join(module_paths()),
+        }  # fmt: skip
+
+
+def module_paths() -> list[str]:
+    """Where this process finds modules, for ranks that are to find the same."""
+    return list(dict.fromkeys([*(os.path.abspath(path) for path in sys.path if path), os.getcwd()]))
 
 
 _joined: list[Board] = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.engines.launch.board import POLL_S, Failure
-from flowrl.engines.launch.place import JOB
+from flowrl.engines.launch.place import Place, module_paths
 from flowrl.engines.launch.ray_actors import VISIBLE, HostActor, RankActor, Said, Where
 from flowrl.engines.launch.ray_cluster import bundle_of, connected, nodes, placed, ray, refuse_too_large
 from flowrl.engines.launch.ray_options import LOOPBACK, RayOptions
@@ -62,8 +62,7 @@ def run_job(
             job.begin(environment or {})
             failure = job.wait(entry, argument)
     if failure is not None:
-        first = f"{failure} [on node {node}]"
-        raise RunError(f"{first}\n{failure.text}".rstrip() if failure.text not in failure.error else first)
+        raise RunError(failure.told(f" [on node {node}]"))
 
 
 @contextmanager
@@ -101,18 +100,16 @@ class _Job:
     def begin(self, environment: Mapping[str, str]) -> None:
         """Wait for all processes, and make ranks of them. Errors: WaitTimeout that names those that did not come."""
         where: Where = self._all([self.host.where.remote()], ["the process beside the ranks"])[0]
-        world, names = str(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))]
+        names = [f"rank {rank}" for rank in range(len(self.ranks))]
         if self.options.gpus:  # each sees those of all, rank r its own as the r-th: as on a host without Ray
             given = self._all([rank.devices.remote() for rank in self.ranks], names)
             environment = {**environment, VISIBLE: ",".join(filter(None, given))}
-        paths = [*(os.path.abspath(path) for path in sys.path if path), os.getcwd()]
+        paths = module_paths()
         begun = []
         for number, rank in enumerate(self.ranks):
-            added = {
-                "RANK": str(number), "WORLD_SIZE": world, "LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": world, JOB: where.folder,
-                "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(where.port), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-            }  # fmt: skip
-            begun.append(rank.begin.remote({**environment, **added}, paths, os.getcwd(), where.logs))
+            place = Place(number, len(self.ranks), where.folder).environment()
+            added = {**environment, **place, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(where.port)}
+            begun.append(rank.begin.remote(added, paths, os.getcwd(), where.logs))
         pids = self._all(begun, names)
         self._ask("watch", pids)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from flowrl.engines.launch.board import INTERRUPT, Failure
 from flowrl.engines.launch.folder import fail, failure_in, make_folder, place_of, remove_folder
-from flowrl.engines.launch.place import JOB
+from flowrl.engines.launch.place import Place
 from flowrl.errors import ConfigError, RunError
 from flowrl.store import folders
 
@@ -56,17 +56,13 @@ def run_job(
         remove_folder(folder)
         folders.reclaim_orphans()
     if failure is not None:
-        raise RunError(f"{failure}\n{failure.text}".rstrip() if failure.text not in failure.error else str(failure))
+        raise RunError(failure.told())
 
 
 def _start(
     entry: str, argument: Any, rank: int, nproc: int, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    paths = [os.path.abspath(path) for path in sys.path if path]
-    added = {
-        "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc), JOB: str(folder),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, os.getcwd()])),
-    }  # fmt: skip
+    added = Place(rank, nproc, str(folder)).environment()
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # else each takes all processors
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps({"entry": entry, "argument": argument})],
