@@ -10,7 +10,7 @@ from flowrl.viz.axis import WIDTH
 from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, Flows, Point
 from flowrl.viz.frame import table
 from flowrl.viz.layered import Places, place
-from flowrl.viz.svg import Markup, fitted, number, picture, rect, tag, text, width_of
+from flowrl.viz.svg import Box, Markup, are_over, fitted, number, picture, rect, tag, text, width_of
 
 BOX, PITCH = 52.0, 114.0
 LEAST, MOST = 118.0, 240.0
@@ -30,7 +30,7 @@ class _Frame:
     places: Places
     column: float
     width: float
-    labels: list[tuple[float, float, float, float]]
+    labels: list[Box]
     said: set[tuple[str, tuple[int, ...]]]
     """Ends of edges and moves that have a label: a move to several nodes is named once."""
     top: float
@@ -216,7 +216,7 @@ def _label(frame: _Frame, edge: Flows, points: list[tuple[float, float]], index:
     for x, y in [*spots, *((x - beside, y) for x, y in spots), *((x + beside, y) for x, y in spots)]:
         x = min(max(x, SIDE + wide / 2), frame.width - 4 - wide / 2)
         box = (x - wide / 2, y - 8, x + wide / 2, y + 8)
-        if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in frame.labels):
+        if not any(are_over(box, other) for other in frame.labels):
             frame.labels.append(box)
             return tag(
                 "g",

@@ -34,6 +34,8 @@ class Markup(str):
 
 Piece = Scalar | None
 """A child: markup as it is, text and numbers escaped, None left out."""
+Box = tuple[float, float, float, float]
+"""Left, upper, right and lower edge."""
 
 
 def escape(text: object) -> Markup:
@@ -146,6 +148,11 @@ def fitted(words: str, width: float, *, size: float = 12.0) -> str:
 def width_of(words: str, *, size: float = 12.0) -> float:
     """About how wide a text is, in pixels."""
     return len(words) * size * LETTER
+
+
+def are_over(one: Box, other: Box) -> bool:
+    """Whether two boxes have a place in common, so that texts in them would lie on each other."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 LETTER = 0.54

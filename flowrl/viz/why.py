@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowrl.planner.steps import Plan
 from flowrl.viz import units
 from flowrl.viz.frame import table as html_table
-from flowrl.viz.svg import Markup, fitted, line, picture, tag, text, width_of
+from flowrl.viz.svg import Box, Markup, are_over, fitted, line, picture, tag, text, width_of
 
 WIDTH, HEIGHT = 1120.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 30.0, 44.0
@@ -188,9 +188,6 @@ def _bounds(peaks: list[int], capacity: int) -> tuple[float, float]:
     return max(0.0, low - 0.15 * spread), top + 0.12 * (top - low + spread)
 
 
-Box = tuple[float, float, float, float]
-
-
 def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]], cap_box: Box) -> list[Markup]:
     """A mark for each plan, its name beside it where that hides no other name."""
     taken: list[Box] = [cap_box, *((x - 7, y - 7, x + 7, y + 7) for x, y in places)]
@@ -221,6 +218,6 @@ def _free(x: float, y: float, wide: float, taken: list[Box]) -> Box | None:
     for left, top in ((x + 11, y - 7), (x - 11 - wide, y - 7), (middle, y - 24), (middle, y + 10)):
         box = (left, top, left + wide, top + 14)
         is_inside = left > LEFT and box[2] < WIDTH - RIGHT and top > 0 and box[3] < HEIGHT - BOTTOM
-        if is_inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+        if is_inside and not any(are_over(box, other) for other in taken):
             return box
     return None
