@@ -25,6 +25,7 @@ from flowrl.planner.offered import check_placement
 from flowrl.planner.options import Choices
 from flowrl.planner.problem import TIE, Effort, Problem
 from flowrl.planner.relax import explain
+from flowrl.planner.roles import model_of
 from flowrl.planner.schedules import schedule_of
 from flowrl.planner.search import search
 from flowrl.planner.shapes import shape_of
@@ -175,8 +176,5 @@ def _heads(graph: Graph) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in graph:
         if node.kind in HEADS:
-            name = node.source("model")
-            while graph[name].kind != "input":
-                name = graph[name].inputs[0][1]
-            found[name] = HEADS[node.kind]
+            found[model_of(graph, node.source("model"))] = HEADS[node.kind]
     return found

@@ -101,6 +101,19 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
     return tuple(sorted(roles, key=lambda role: not role.is_engine))
 
 
+def model_of(graph: Graph, name: str) -> str:
+    """The model of which a node gives weights: the input at the beginning of its updates."""
+    while graph[name].kind != "input":
+        name = _weights_before(graph[name])
+    return name
+
+
+def _weights_before(node: Node) -> str:
+    """The node whose weights a node that gives some begins with."""
+    # `after` has no port "model": both of its choices come from one model
+    return next((source for port, source in node.inputs if port == "model"), node.inputs[0][1])
+
+
 def rows_of(graph: Graph, workload: Workload) -> dict[str, float]:
     """Rows that each node gives in one iteration (an update: takes), by name; inside a refill `refill.rollout`, of all rounds."""
     reader = _Reader(graph, workload)
@@ -148,8 +161,7 @@ class _Reader:
                 self.models[name] = None
                 self.model[name] = name
         elif gives_weights(node.kind, dict(node.params)):
-            # `after` has no port "model": both of its choices come from one model
-            self.model[name] = self.model[next((s for p, s in node.inputs if p == "model"), node.inputs[0][1])]
+            self.model[name] = self.model[_weights_before(node)]
         sources = [source for port, source in node.inputs if port == "rows" and source in self.rows]
         self.rows[name] = self._rows(node, [self.rows[source] for source in sources])
         self.steps[name] = max([1, *(self.steps[source] for source in sources)])

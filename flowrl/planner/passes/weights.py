@@ -22,7 +22,7 @@ from flowrl.planner.draft import Draft
 from flowrl.planner.passes.calls import handover_name
 from flowrl.planner.problem import Problem
 from flowrl.planner.reshard import BUCKET_BYTES, traffic_of, wire_s
-from flowrl.planner.roles import Role
+from flowrl.planner.roles import Role, model_of
 from flowrl.planner.steps import Predicted, Step
 from flowrl.planner.tasks import Lane, StepKind
 
@@ -160,9 +160,8 @@ def _through_hosts(draft: Draft, source: str, target: str) -> tuple[tuple[Lane, 
 
 def _role(draft: Draft, name: str) -> Role | None:
     """The role that keeps the weights of a node that gives some: the trainer or scorer, not the engine."""
-    while draft.graph[name].kind != "input":
-        name = next((s for p, s in draft.graph[name].inputs if p == "model"), draft.graph[name].inputs[0][1])
-    return next((role for role in draft.problem.roles if role.model == name and not role.is_engine), None)
+    model = model_of(draft.graph, name)
+    return next((role for role in draft.problem.roles if role.model == model and not role.is_engine), None)
 
 
 # --------------------------------------------------------------------------------------------------------------- waits
