@@ -99,8 +99,8 @@ def moves_s(problem: Problem, role: Role, option: Option, call: Call) -> float:
     if not role.is_trained:
         if settings.get("offload") != Offload.PARK.value:
             return 0.0
-        size = engine_weight_bytes(shape, tensor_parallel=option.layout.tp, pipeline=option.layout.pp)
-        return call.share * (size if role.is_engine else 2.0 * shape.params() / shards) / link
+        size = _engine_weights(problem, role, option) if role.is_engine else 2.0 * shape.params() / shards
+        return call.share * size / link
     offload, park = Offload(settings["offload"]), bool(settings.get("park_weights"))
     if offload is not Offload.PARK and not park:
         return 0.0
@@ -130,8 +130,13 @@ def _fitted(parts: Parts, total: float) -> Parts:
 # ------------------------------------------------------------------------------------------------------------- engines
 
 
+def _engine_weights(problem: Problem, role: Role, option: Option) -> float:
+    return engine_weight_bytes(role.shape, tensor_parallel=option.layout.tp, pipeline=option.layout.pp,
+                               weight_bytes=problem.choices.engine.weight_bytes)  # fmt: skip
+
+
 def _engine(problem: Problem, role: Role, mesh: Mesh, option: Option, settings: Mapping[str, object]) -> Held:
-    size = engine_weight_bytes(role.shape, tensor_parallel=option.layout.tp, pipeline=option.layout.pp)
+    size = _engine_weights(problem, role, option)
     total, extra = option.static_bytes + option.dynamic_bytes, problem.choices.memory.engine_bytes
     parts = {"activations": min(extra, max(0.0, total - size))}
     parts["cache"] = max(0.0, total - size - parts["activations"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from flowrl.cost.generation import EngineConstants
 from flowrl.cost.offload import ADAM_8BIT, ADAM_FP32
 from flowrl.cost.shapes import ModelShape
 from flowrl.mesh import Cluster, Mesh
@@ -29,6 +30,9 @@ ADAPTED = (
 PROBLEMS = {
     "four roles": Problem(CRITICS, CLUSTER, WORK, choices=CHOICES),
     "adapters": Problem(ADAPTED, CLUSTER, WORK, choices=CHOICES),
+    "weights of one byte": Problem(
+        ADAPTED[:1], CLUSTER, WORK, choices=replace(CHOICES, engine=EngineConstants(weight_bytes=1))
+    ),
 }
 ALL = [(name, role.name) for name, problem in PROBLEMS.items() for role in problem.roles]
 
@@ -36,7 +40,7 @@ ALL = [(name, role.name) for name, problem in PROBLEMS.items() for role in probl
 def options_of(name, role_name):
     problem = PROBLEMS[name]
     role = next(role for role in problem.roles if role.name == role_name)
-    return problem, role, all_options(role, CLUSTER, Mesh(0, 8), WORK, CHOICES)
+    return problem, role, all_options(role, CLUSTER, Mesh(0, 8), WORK, problem.choices)
 
 
 @pytest.mark.parametrize(("name", "role_name"), ALL)
