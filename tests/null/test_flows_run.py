@@ -8,39 +8,10 @@ import numpy as np
 import pytest
 
 import flowrl as fr
-from examples.flows import dapo, debate, grpo, judged, online_dpo, ppo, remax, replayed, supervised, tool_use, vine
 from flowrl.graph.flows import Flow
+from tests.null import flow_cases
 
-PROMPTS = [{"prompt_id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
-TABLE = {f"{i}+1=": [str(i + 1), "7", f"\\boxed{{{i + 1}}}"] for i in range(12)}
-EXAMPLES = [{"prompt_id": str(i), "prompt": f"{i}+1=", "response": str(i + 1)} for i in range(12)]
-PAIRS = [
-    {"prompt_id": str(i), "prompt": f"{i}+1=", "response": r, "pair_id": str(i), "chosen": c}
-    for i in range(8)
-    for r, c in ((str(i + 1), True), ("no", False))
-]
-JUDGE = fr.Model(None, head="reward")
-MODEL = fr.Model(TABLE, optimizer=fr.AdamW(lr=1e-3))
-CRITIC = fr.Model(None, head="value")
-
-FLOWS: list[tuple[Flow, dict[str, Any], dict[str, Any]]] = [
-    (grpo.grpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}),
-    (grpo.grpo_moving_ref, {}, {"prompts": PROMPTS, "heldout": fr.Data(PROMPTS, batch="all"), "policy": MODEL, "ref": MODEL}),
-    (ppo.ppo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE}),
-    (ppo.ppo_warm, {"warmup": 2}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "critic": CRITIC, "judge": JUDGE}),
-    (dapo.dapo, {"group_size": 4}, {"prompts": PROMPTS, "policy": MODEL}),
-    (remax.remax, {}, {"prompts": PROMPTS, "policy": MODEL}),
-    (online_dpo.online_dpo, {}, {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL, "judge": JUDGE}),
-    (supervised.raft, {}, {"prompts": PROMPTS, "policy": MODEL}),
-    (supervised.distill, {"k": 4}, {"prompts": PROMPTS, "student": MODEL, "teacher": MODEL}),
-    (supervised.reward_model, {}, {"pairs": PAIRS, "judge": JUDGE}),
-    (supervised.sft, {}, {"examples": EXAMPLES, "policy": MODEL}),
-    (judged.judged, {}, {"prompts": PROMPTS, "policy": MODEL, "judge": fr.Model(None)}),
-    (tool_use.tool_use, {}, {"prompts": PROMPTS, "policy": fr.Model({"0+1=": ["hm"], **TABLE})}),
-    (debate.debate, {}, {"prompts": PROMPTS, "policy": MODEL}),
-    (replayed.replayed, {}, {"prompts": PROMPTS, "policy": MODEL}),
-    (vine.vine, {}, {"prompts": PROMPTS, "policy": MODEL}),
-]  # fmt: skip
+FLOWS = list(flow_cases.FLOWS.values())
 
 
 @pytest.fixture(autouse=True)
