@@ -60,7 +60,3 @@ class Desk:
     def workers(self) -> tuple[int, ...]:
         """Ranks that work on the node."""
         return self.places.ranks_of[self.path]
-
-    @property
-    def works(self) -> bool:
-        return self.rank in self.workers

@@ -23,7 +23,6 @@ from flowrl.schema.columns import nearest
 class Places:
     """Who does what."""
 
-    world: int
     sites: tuple[Site, ...]
     """All sites, in the order of the plan."""
     site_of: dict[str, Site]
@@ -156,8 +155,7 @@ class _Reader:
                     f"({', '.join(sorted(site.name for site in found))}); give its updates one mesh and layout"
                 )
             main[model] = found.pop()
-        world = max(device for step in self.plan.steps for device in step.devices) + 1
-        return Places(world, sites, self.site_of, self.model_of, self.source_of, self.ranks_of, main)
+        return Places(sites, self.site_of, self.model_of, self.source_of, self.ranks_of, main)
 
 
 def models_in(node: Node, path: str, places: Places) -> Iterator[tuple[str, Site]]:
