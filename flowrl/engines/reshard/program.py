@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from operator import attrgetter
 
 from flowrl.engines.reshard.buckets import ALIGN_BYTES, PASS_ON_GAP, Buckets, align
@@ -203,15 +204,16 @@ def _dtype(given: Dtype, tensor: Tensor) -> str:
 
 
 def _kept(own: Shelf | None, need: Shelf, dtypes: Mapping[str, tuple[str, str]]) -> tuple[Copy, ...]:
+    if own is None:
+        return ()
     found: list[Copy] = []
-    for name, slots in need.slots.items() if own is not None else ():
+    for name, slots in need.slots.items():
         size = DTYPE_BYTES[dtypes[name][1]]
-        for here in own.slots.get(name, ()) if own is not None else ():
-            for there in slots:
-                box = intersect(here.box, there.box)
-                if box is not None:
-                    regions = here.region.inside(here.box, box), there.region.inside(there.box, box)
-                    found.append(Copy(name, box, *regions, num_bytes=volume(box) * size))
+        for here, there in product(own.slots.get(name, ()), slots):
+            box = intersect(here.box, there.box)
+            if box is not None:
+                regions = here.region.inside(here.box, box), there.region.inside(there.box, box)
+                found.append(Copy(name, box, *regions, num_bytes=volume(box) * size))
     return tuple(found)
 
 
@@ -277,12 +279,11 @@ def _shared(given: tuple[Slot, ...], taken: tuple[Slot, ...], box: Box) -> Itera
     if len(given) == len(taken) == 1:
         yield given[0], taken[0], box  # a move lies inside what its sender holds and its receiver needs
         return
-    for here in given:
+    for here, there in product(given, taken):
         first = intersect(here.box, box)
-        for there in taken if first is not None else ():
-            both = intersect(there.box, first) if first is not None else None
-            if both is not None:
-                yield here, there, both
+        both = None if first is None else intersect(there.box, first)
+        if both is not None:
+            yield here, there, both
 
 
 def _placed(pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], dict[int, int]]:
