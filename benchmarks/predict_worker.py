@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import median
 from flowrl.cost.configs import shape_of_config
 from flowrl.engines.calibrate.loss import chunked_loss
-from flowrl.engines.calibrate.worker import end_with_parent
+from flowrl.engines.calibrate.worker import joined
 
 CHUNK = 1024
+WAIT_S = 120.0
+"""For other processes, at most."""
 KINDS = (
     ("communication", ("nccl",)),
     ("products", ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")),
@@ -261,32 +259,10 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def ranks(job: Job) -> Iterator[torch.device]:
-    """The process group, as long as it is needed."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", job.rank) if job.is_gpu else torch.device("cpu")
-    if job.is_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if job.is_gpu else "gloo",
-        init_method=f"file://{job.folder}/meet",
-        rank=job.rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=120),
-        device_id=device if job.is_gpu else None,
-    )
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-
-
 def main(argument: str) -> None:
     job = Job.from_json(argument)
     path = Path(job.folder) / f"{job.rank}.jsonl"
-    with ranks(job) as device:
+    with joined(job.rank, job.world, job.folder, is_gpu=job.is_gpu, wait_s=WAIT_S) as device:
         mesh = init_device_mesh(device.type, (job.world,))
         for index, case in enumerate(job.cases):
             try:

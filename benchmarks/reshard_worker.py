@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flowrl.cost.shapes import ModelShape
-from flowrl.engines.calibrate.worker import end_with_parent
+from flowrl.engines.calibrate.worker import joined
 from flowrl.engines.reshard.dist import DistTransport, board_for
 from flowrl.engines.reshard.peer_copy import PeerCopyTransport
 from flowrl.engines.reshard.program import Program, program_for
@@ -35,6 +31,8 @@ from flowrl.planner.boxes import Holding
 
 LINK_BYTES = 2**30
 """Of the copy that measures the link."""
+WAIT_S = 120.0
+"""For other processes, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,23 +246,6 @@ def link(job: Job, device: torch.device, objects: Any) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def ranks(job: Job) -> Iterator[tuple[torch.device, Any]]:
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", job.rank) if job.is_gpu else torch.device("cpu")
-    if job.is_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if job.is_gpu else "gloo", init_method=f"file://{job.folder}/meet", rank=job.rank, world_size=job.world,
-        timeout=timedelta(seconds=120), device_id=device if job.is_gpu else None,
-    )  # fmt: skip
-    try:
-        yield device, dist.new_group(backend="gloo")
-    finally:
-        dist.destroy_process_group()
-
-
 def main(argument: str) -> None:
     job = Job.from_json(argument)
     path = Path(job.folder) / f"{job.rank}.jsonl"
@@ -273,7 +254,8 @@ def main(argument: str) -> None:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    with ranks(job) as (device, objects):
+    with joined(job.rank, job.world, job.folder, is_gpu=job.is_gpu, wait_s=WAIT_S) as device:
+        objects = dist.new_group(backend="gloo")
         mesh = init_device_mesh(device.type, (job.world,))
         if job.is_gpu:
             write({"name": "link", "value": link(job, device, objects)})

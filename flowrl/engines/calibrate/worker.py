@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,31 +50,44 @@ class Log:
             file.write(json.dumps(line) + "\n")
 
 
-def main(argument: str) -> None:
-    job = Job(**json.loads(argument))
+@contextmanager
+def joined(rank: int, world: int, folder: str, *, is_gpu: bool, wait_s: float) -> Iterator[Any]:
+    """The device of one process, while it is in the job's process group: NCCL on GPUs, gloo on a CPU. Ends with its parent.
+
+    Args:
+        folder: of all processes; they meet there.
+        wait_s: for other processes, at most.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     # ranks of one machine meet over its own loop, whatever its host name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", job.rank) if job.is_gpu else torch.device("cpu")
-    if job.is_gpu:
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.world))
-    log = Log(Path(job.folder) / f"{job.rank}.jsonl")
     dist.init_process_group(
-        "nccl" if job.is_gpu else "gloo",
-        init_method=f"file://{job.folder}/meet",
-        rank=job.rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=job.wait_s),
-        device_id=device if job.is_gpu else None,
+        "nccl" if is_gpu else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=wait_s),
+        device_id=device if is_gpu else None,
     )
     try:
-        _measure(job, device, log)
+        yield device
     finally:
         dist.destroy_process_group()
+
+
+def main(argument: str) -> None:
+    import torch
+
+    job = Job(**json.loads(argument))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.world))
+    with joined(job.rank, job.world, job.folder, is_gpu=job.is_gpu, wait_s=job.wait_s) as device:
+        _measure(job, device, Log(Path(job.folder) / f"{job.rank}.jsonl"))
 
 
 def _measure(job: Job, device: Any, log: Log) -> None:
