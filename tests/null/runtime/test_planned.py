@@ -24,8 +24,8 @@ from flowrl.recipe import Recipe
 from flowrl.runtime.options import Options
 from flowrl.runtime.rundir import RunDir
 from flowrl.store.rows import RowBatch
+from tests.null.flow_cases import FLOWS, MODEL, PROMPTS
 from tests.null.runtime.plans import calls, compute, move, numbers, plan_of
-from tests.null.test_flows_run import FLOWS, MODEL, PROMPTS
 
 MODELS = {"prompts": PROMPTS, "policy": MODEL, "ref": MODEL}
 PPO = {**MODELS, "critic": fr.Model(None, head="value"), "judge": fr.Model(None, head="reward")}
@@ -71,7 +71,7 @@ def values(rows: RowBatch) -> str:
 
 
 @pytest.mark.parametrize("turn", ["as written", "backwards"])
-@pytest.mark.parametrize(("flow", "config", "inputs"), FLOWS, ids=[f.name for f, _, _ in FLOWS])
+@pytest.mark.parametrize(("flow", "config", "inputs"), list(FLOWS.values()), ids=list(FLOWS))
 def test_a_planned_run_is_the_run(flow, config, inputs, turn):
     """Also where the plan has every node before what it needs: then the order is put right, and a note says so."""
     graph = flow.graph(**config)
@@ -83,7 +83,7 @@ def test_a_planned_run_is_the_run(flow, config, inputs, turn):
     assert is_moved == (turn == "backwards" and len(names) > 1 and flow.name != "reward_model")
 
 
-@pytest.mark.parametrize(("flow", "config", "inputs"), FLOWS, ids=[f.name for f, _, _ in FLOWS])
+@pytest.mark.parametrize(("flow", "config", "inputs"), list(FLOWS.values()), ids=list(FLOWS))
 def test_what_the_planner_makes_is_executed(flow, config, inputs):
     """Every step of every plan: operators, handovers, waits and moves as the planner has them."""
     graph = flow.graph(**config)
