@@ -1,4 +1,4 @@
-"""vLLM inside this process, on one device, as a `Sampler`.
+"""vLLM inside this process, on its device, as a `Sampler`.
 
     open    config of the trainer's module -> vLLM with dummy weights -> load() -> proof against the module
     load    check names and shapes -> layerwise reload in place -> repack tied heads -> drop the prefix cache -> version
@@ -9,6 +9,9 @@ vLLM never sees a tokenizer: prompts go in and responses come out as ids.
 What a sample key promises here: tokens depend on the key and on the logits, not on the other requests of the batch. The
 logits themselves are computed by kernels whose rounding may depend on the batch (about 1e-6 in fp32, 1e-2 in bf16), so a
 draw that falls within that distance of the border between two tokens can come out differently in another batch.
+
+With several ranks of a job, each has an engine of its own, or those of a `Team` share one by tensor parallelism: then each makes
+the same calls, and each gets all responses.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import numpy as np
 import torch
 
 from flowrl.engines.protocol import Sampled, SampleKey, SampleRequest, SamplingOptions
+from flowrl.engines.vllm_groups import OwnGroups, Team, executor_of
 from flowrl.errors import ConfigError, DataError, EngineError, MissingExtra, StaleWeightsError
 from flowrl.model import Model, Tokenizer
 from flowrl.schema.columns import nearest
@@ -52,9 +56,9 @@ OWNED = {
     "load_format": "the weights come from the trainer",
     "logprobs_mode": "log-probabilities are those of the distribution sampled from",
     "seed": "every response has a seed of its own",
-    "tensor_parallel_size": "this sampler uses one device",
-    "pipeline_parallel_size": "this sampler uses one device",
-    "data_parallel_size": "this sampler uses one device",
+    "tensor_parallel_size": "this sampler uses one device, or the ranks that a plan gives it",
+    "pipeline_parallel_size": "this sampler uses one device, or the ranks that a plan gives it",
+    "data_parallel_size": "this sampler uses one device, or the ranks that a plan gives it",
     "distributed_executor_backend": "this sampler runs inside the process",
     "quantization": "the weights are overwritten by the trainer's",
 }
@@ -74,6 +78,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 _open: set[VllmSampler] = set()
 """Samplers of this process. vLLM keeps one set of process groups for all of them: the last one to close destroys it."""
+_groups: list[OwnGroups] = []
+"""These groups; one, or none while no sampler is open."""
 
 
 class VllmSampler:
@@ -82,15 +88,16 @@ class VllmSampler:
     Several may be open in one process, each with its own weights and cache.
 
     Errors: MissingExtra without vLLM; ConfigError for an unknown option; EngineError when vLLM cannot run this model, or
-    gives other log-probabilities than the module itself.
+    gives other log-probabilities than the module itself, and when the process has a sampler with another team.
     """
 
     version: int
     """Version of the weights it holds; 0 after opening."""
 
-    def __init__(self, module: Any, tokenizer: Tokenizer, model: Model) -> None:
+    def __init__(self, module: Any, tokenizer: Tokenizer, model: Model, team: Team | None = None) -> None:
         """`module`: the trainer's Transformers module; its config shapes vLLM and its weights are loaded. `model`:
-        precision, max_context and `sampler_options` (any option of `vllm.LLM` that is not in `OWNED`)."""
+        precision, max_context and `sampler_options` (any option of `vllm.LLM` that is not in `OWNED`). `team`: this
+        process and those that share its engine; all of them open it together."""
         vllm = import_vllm()
         self._tokenizer = tokenizer
         self._weights = Weights.of(module)
@@ -98,20 +105,18 @@ class VllmSampler:
         self._stale: str | None = "no weights were loaded yet"
         self._folder = tempfile.TemporaryDirectory(prefix="flowrl-vllm-")
         export_config(module, self._folder.name)
-        options = engine_options(module.config, model, vllm)
-        if not _open and torch.distributed.is_available() and torch.distributed.is_initialized():
-            raise EngineError(
-                "the vLLM sampler needs a process of its own rank: torch.distributed is initialized here, and vLLM would "
-                "take its process group over and destroy it; use sampler='transformers' in this run"
-            )
+        team = team or Team()
+        options = engine_options(module.config, model, vllm, team)
         self._llm: Any = None
+        self._groups = groups_of(team)
         try:
             let_numba_be_looked_at()
-            with global_state_kept():
+            with global_state_kept(), self._groups.inside():
                 self._llm = vllm.LLM(self._folder.name, **options)
         except Exception as error:
             # vLLM raises ValueError, RuntimeError, AssertionError, pydantic's: all mean "not this"
             self._folder.cleanup()
+            forget_groups()
             raise EngineError(
                 f"vLLM could not open {type(module).__name__} with {options}: {type(error).__name__}: {error}; change "
                 "Model(sampler_options=...), or use sampler='transformers'"
@@ -146,7 +151,8 @@ class VllmSampler:
         responses = {str(next(self._ids)): Response() for _ in requests}
         running = dict(responses)
         # vLLM draws from torch's own generator as well, and drops the number where a request has a seed
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices), self._groups.inside():
             try:
                 for name, request in zip(responses, requests, strict=True):
                     prompt = {"prompt_token_ids": list(request.prompt_ids)}
@@ -222,7 +228,8 @@ class VllmSampler:
         self._stale = f"the load of version {version} did not finish"
         pairs = self._weights.checked(named)
         try:
-            engine.collective_rpc(partial(overwrite, pairs=pairs))
+            with self._groups.inside():
+                engine.collective_rpc(partial(overwrite, pairs=pairs))
         except EngineError:
             raise
         except Exception as error:  # any failure inside vLLM's loaders; the sampler stays stale
@@ -266,10 +273,11 @@ class VllmSampler:
             return
         llm, self._llm = self._llm, None
         _open.discard(self)
-        with process_groups_kept(bool(_open)):
+        with self._groups.inside(), process_groups_kept(bool(_open)):
             llm.llm_engine.collective_rpc(release_cache)
             llm.llm_engine.engine_core.shutdown()
         del llm
+        forget_groups()
         self._folder.cleanup()
 
     def _engine(self) -> Any:
@@ -543,7 +551,28 @@ def export_config(module: Any, folder: str) -> None:
     config.save_pretrained(folder)
 
 
-def engine_options(config: Any, model: Model, vllm: Any) -> dict[str, Any]:
+def groups_of(team: Team) -> OwnGroups:
+    """The process groups of this process's engines. Errors: EngineError when those that are open have another team."""
+    from vllm.platforms import current_platform
+
+    if not _groups:
+        _groups.append(OwnGroups(team, current_platform.dist_backend))
+    (found,) = _groups
+    if not found.team.is_like(team):
+        raise EngineError(
+            f"vLLM has one set of process groups in a process: an engine on {found.team.size} ranks is open here, so one on "
+            f"{team.size} cannot be; give the models that vLLM samples from on these ranks one layout"
+        )
+    return found
+
+
+def forget_groups() -> None:
+    """Destroy the process groups, when no sampler is open that uses them."""
+    if _groups and not _open:
+        _groups.pop().close()
+
+
+def engine_options(config: Any, model: Model, vllm: Any, team: Team) -> dict[str, Any]:
     """Arguments of `vllm.LLM` besides the path. Errors: ConfigError for an option that is unknown or not the user's."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -555,9 +584,10 @@ def engine_options(config: Any, model: Model, vllm: Any) -> dict[str, Any]:
             raise ConfigError(f"sampler_options must not set '{name}': {OWNED[name]}")
         if name not in known:
             raise ConfigError(f"vLLM {vllm.__version__} has no option '{name}'; {nearest(name, known)}")
-    if model.device and model.device.partition(":")[2] not in ("", "0"):
+    if model.device and model.device.partition(":")[2] not in ("", str(team.device)):
+        own = f"GPU {team.device}" if team.device else "the first visible GPU"
         raise ConfigError(
-            f"the vLLM sampler uses the first visible GPU; found Model(device={model.device!r}); set CUDA_VISIBLE_DEVICES"
+            f"the vLLM sampler uses {own}; found Model(device={model.device!r}); set CUDA_VISIBLE_DEVICES"
         )
     limits = [n for n in (given.pop("max_model_len", None), model.max_context) if n is not None]
     context = min(limits) if limits else None
@@ -575,6 +605,8 @@ def engine_options(config: Any, model: Model, vllm: Any) -> dict[str, Any]:
     else:
         options["gpu_memory_utilization"] = GPU_SHARE
     options |= given
+    if team.size > 1 or team.device:  # else vLLM's own way for one device
+        options |= {"tensor_parallel_size": team.size, "distributed_executor_backend": executor_of(team)}
     return options | {
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # load() follows, the same way as after every update

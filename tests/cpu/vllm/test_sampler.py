@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowrl.engines import sampler_vllm
@@ -520,3 +521,26 @@ def test_opening_leaves_the_process_as_it_was(open_sampler: Callable[..., Any]) 
     sampler.close()
     assert not any(cache.untyped_storage().nbytes() for cache in caches)
     assert not os.path.exists(folder)
+
+
+def test_samples_beside_process_groups_of_the_job() -> None:
+    module = llama(4)
+    options = SamplingOptions()
+    alone = VllmSampler(module, Letters(), Model(module))
+    expected = alone.generate(ask(PROMPTS), options)
+    alone.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = dist.new_group([0])
+        sampler = VllmSampler(module, Letters(), Model(module))
+        assert sampler.generate(ask(PROMPTS), options) == expected
+        after = dist.new_group([0])
+        names = [int(group.group_name) for group in (before, after)]
+        assert names[1] == names[0] + 1  # torch numbers groups, alike on ranks that sample and on those that do not
+        sampler.close()
+        one = torch.ones(1)
+        for group in (None, before, after):
+            dist.all_reduce(one, group=group)
+            assert dist.get_world_size(group) == 1
+    finally:
+        dist.destroy_process_group()
