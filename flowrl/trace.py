@@ -23,6 +23,8 @@ STEP = "plan_step"
 """Attribute of an event: the step of a plan that it is."""
 MEMORY = ("device_bytes", "process_bytes")
 """Attributes of an event with the memory of its work: peak of the device, or what the whole process had resident."""
+HOST_MEMORY = "host_bytes"
+"""Attribute of an event: host memory that state of its process's models takes after it, parked or kept there."""
 RANK = "rank"
 """Attribute of an event: the process of a run of several that it is of."""
 WAITED = "waited_s"

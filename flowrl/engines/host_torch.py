@@ -34,6 +34,7 @@ from flowrl.engines.protocol import (
 from flowrl.engines.sampler_transformers import TransformersSampler
 from flowrl.engines.tokenizers import IdsOnly
 from flowrl.engines.trainer_torch import Trainer, temperature_of
+from flowrl.engines.vllm_groups import Team
 from flowrl.engines.weights import Weights
 from flowrl.errors import ConfigError, EngineError
 from flowrl.graph.losses import is_live, reads_of
@@ -113,15 +114,13 @@ class TorchHost:
                 self.forward.shares_prompts = False
                 self._checkpointed = _checkpointed_layers(name, self.module)
             self.trainer = self._make_trainer()
-            if self._store not in (None, self.trainer.store):
-                raise EngineError(
-                    f"model '{name}' cannot have offload='{model.offload}' where it lies: its trainer keeps the optimizer on the "
-                    "devices; use offload='none' or 'park'"
-                )
         self._home = Home(name, self.weights, self._moments, self.forward.device)
         self._is_changed = True
         """Since it was parked last."""
         self._sampler: Sampler | None = None
+        self.team: Team | None = None
+        """Ranks that vLLM is opened on together; None: this process."""
+        self._only_samples = uses == {"generate"}
         if "generate" in uses and model.sampler == "transformers":
             self._sampler = TransformersSampler(
                 self.module, self.tokenizer, model, name=name, max_context=self._context, shared=True
@@ -168,7 +167,7 @@ class TorchHost:
             writes: False promises that nothing changed since it came in. What this host has changed itself is copied anyway.
         """
         shares = isinstance(self._sampler, TransformersSampler) and self._sampler.shared
-        copied = self._home.offload(writes=writes or self._is_changed, keep_model=shares)
+        copied = self._home.offload(writes=writes or self._is_changed, keep_model=shares and not self._only_samples)
         self._is_changed = False
         if self.spec.sampler == "vllm" and self._home.device.type == "cuda":
             torch.cuda.empty_cache()  # an engine in another allocator, or process, is to have it
@@ -184,6 +183,20 @@ class TorchHost:
         return not self._home.is_here
 
     # --- sampling ----------------------------------------------------------------------------------------------------
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that its state takes, parked or kept there; of a model that is on the CPU, beside the model itself."""
+        return self._home.memory.held_bytes + (0 if self.trainer is None else self.trainer.store.host_bytes)
+
+    @contextmanager
+    def brought(self, *, writes: bool) -> Iterator[None]:
+        """Its newest weights on the device inside, for others that read or write them; then again where they were."""
+        self._is_changed |= writes
+        own = {id(parameter) for parameter in self.weights.parameters.values()}
+        leads = any(id(master) not in own for master in self.weights.masters.values()) and not self.weights.leads
+        with self._home.brought(writes=writes, training=leads):
+            yield
+
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """One response per request, in order, with the newest weights."""

@@ -18,7 +18,7 @@ from flowrl.cost.text import aligned, size_text, time_text
 from flowrl.errors import RunError
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import StepKind
-from flowrl.trace import MEMORY, NODE_KIND, RANK, STEP, Event, read_trace
+from flowrl.trace import HOST_MEMORY, MEMORY, NODE_KIND, RANK, STEP, Event, read_trace
 
 PLAN_FILE, TRACE_FILE = "plan.json", "trace.jsonl"
 """Of a run's folder."""
@@ -88,6 +88,11 @@ class Comparison:
     """Of an iteration."""
     measured_s: float | None
     """Median of the iterations, from the start of their first event to the end of their last."""
+    predicted_host_bytes: int = 0
+    """Of the host that holds most."""
+    host_bytes: int | None = None
+    """Measured: what state of models took of the hosts, of all ranks together, the most of all iterations. None where nothing of
+    it was there."""
 
     @property
     def ran(self) -> tuple[StepMeasured, ...]:
@@ -148,6 +153,11 @@ class Comparison:
                 else "all that the process had resident, Python included"
             )
             found.append(f"memory predicted is of the device; measured, of the {self.memory}: {how}")
+        if self.host_bytes is not None:
+            found.append(
+                f"state in host memory: {size_text(self.host_bytes)} measured, over all ranks; "
+                f"{size_text(self.predicted_host_bytes)} predicted for the host that holds most"
+            )
         if self.unplanned_s is not None:
             found.append(f"outside of the plan's steps: {time_text(self.unplanned_s)} per iteration measured")
         if self.beside_s > 0.01 * self.predicted_s:
@@ -185,6 +195,8 @@ def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
         len(iterations),
         plan.predicted.seconds,
         median(one.seconds for one in iterations) if iterations else None,
+        plan.predicted.host_bytes,
+        max((sum(one.on_host.values()) for one in iterations), default=0) or None,
     )
 
 
@@ -197,6 +209,8 @@ class _Iteration:
     starts_s: dict[str, float] = field(default_factory=dict)
     peaks: dict[tuple[str, str], int] = field(default_factory=dict)
     """By step and attribute."""
+    on_host: dict[int, int] = field(default_factory=dict)
+    """State in host memory, by rank."""
     kinds: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -214,6 +228,8 @@ class _Iteration:
             found.steps_s[name] = max(found.steps_s.get(name, 0.0), by_rank[whose])  # ranks work at the same time
             found.starts_s[name] = min(found.starts_s.get(name, math.inf), event.start_s - start)
             found.kinds[name] = str(event.attributes.get(NODE_KIND, ""))
+            rank = whose[1]
+            found.on_host[rank] = max(found.on_host.get(rank, 0), int(event.attributes.get(HOST_MEMORY, 0)))
             for key in MEMORY:
                 if event.attributes.get(key):
                     found.peaks[name, key] = max(found.peaks.get((name, key), 0), int(event.attributes[key]))

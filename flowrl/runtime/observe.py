@@ -33,7 +33,7 @@ from flowrl.runtime.rundir import RunDir
 from flowrl.runtime.trackers import Session, check_installed
 from flowrl.runtime.trackers.following import Trackers
 from flowrl.store.rows import RowBatch
-from flowrl.trace import LENGTHS, NODE_KIND, STEP, Event
+from flowrl.trace import HOST_MEMORY, LENGTHS, NODE_KIND, STEP, Event
 
 if TYPE_CHECKING:
     from flowrl.planner.steps import Step
@@ -151,7 +151,7 @@ class Observation:
 
     def move_done(self, step: Step, moved: Moved, start: float) -> None:
         """Trace a step of a plan that computes nothing."""
-        attributes = {STEP: step.name, "did": moved.did, f"{self.meter.what}_bytes": self.meter.end()}
+        attributes = {STEP: step.name, "did": moved.did, **self._memory()}
         end = time.perf_counter()  # the meter has waited for the device
         self._add(Event(str(step.kind), step.node, self.step, start, end, 0, moved.num_bytes, attributes))
 
@@ -162,7 +162,7 @@ class Observation:
         attributes: dict[str, Any] = {NODE_KIND: node.kind}
         if path + node.name in self.planned:
             # the meter waits for the device, which a step's time must cover: what it launched is its own
-            attributes |= {STEP: self.planned[path + node.name], f"{self.meter.what}_bytes": self.meter.end()}
+            attributes |= {STEP: self.planned[path + node.name], **self._memory()}
             end = time.perf_counter()
         if batch is not None and KINDS[node.kind].samples:
             prompt_ids, response_ids = batch["prompt_ids"], batch["response_ids"]
@@ -174,6 +174,12 @@ class Observation:
                 attributes,
             )
         )  # fmt: skip
+
+    def _memory(self) -> dict[str, int]:
+        """What the work since `begin` of the meter took, and what lies on the host."""
+        found = {f"{self.meter.what}_bytes": self.meter.end()}
+        on_host = sum(int(getattr(host, "host_bytes", 0)) for host in self.run.hosts.values())
+        return {**found, HOST_MEMORY: on_host} if on_host else found
 
     def _add(self, event: Event) -> None:
         """Keep an event, whose times are those of `time.perf_counter`."""

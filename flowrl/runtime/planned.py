@@ -332,12 +332,17 @@ class PlannedExecutor(Executor):
         if name not in self.hosts:
             if all(host.device in IN_HOST_MEMORY for host in self.hosts.values()):
                 return None
-            raise RunError(
-                f"step '{step.name}' of the plan moves the state of '{step.node}', which is neither a model of the run "
-                f"({', '.join(self.hosts)}) nor a node that uses one"
-            )
+            raise unknown_state(step, self.hosts)
         host = self.hosts[name]
         return host if isinstance(host, Parks) and host.device not in IN_HOST_MEMORY else None
+
+
+def unknown_state(step: Step, hosts: Iterable[str]) -> RunError:
+    """What to raise for a move of nothing that there is."""
+    return RunError(
+        f"step '{step.name}' of the plan moves the state of '{step.node}', which is neither a model of the run "
+        f"({', '.join(hosts)}) nor a node that uses one"
+    )
 
 
 def _in_place(executor: PlannedExecutor, step: Step) -> Moved:

@@ -27,6 +27,10 @@ from flowrl.engines.mesh.guard import Patience
 from flowrl.engines.mesh.host import MeshHost, open_on_mesh
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.sources import Safetensors
+from flowrl.engines.offload.memory import HostMemory
+from flowrl.engines.offload.on_cpu import CpuAdamW
+from flowrl.engines.offload.state import local_of
+from flowrl.engines.offload.streamed import StreamedAdamW
 from flowrl.errors import FlowError
 from flowrl.mesh import Layout
 from tests.distributed.mesh_cases import (
@@ -219,6 +223,104 @@ def resumed(mesh: RankMesh, folder: Path) -> Any:
     return [train(host, case, steps=2, start=3) for host in (first, second)], versions
 
 
+def shards_of(host: MeshHost) -> dict[str, torch.Tensor]:
+    """What this rank holds on its device: weights, buffers, moments, step counters."""
+    assert host.trainer is not None
+    found = {name: local_of(param.detach()) for name, param in host.weights.parameters.items()}
+    found |= dict(host.module.named_buffers())
+    found |= {f"moment {number}": local_of(one) for number, one in enumerate(host.trainer.store.tensors())}
+    return found
+
+
+def kept(host: MeshHost) -> dict[str, torch.Tensor]:
+    """Weights and moments of this rank, wherever they are."""
+    assert host.trainer is not None
+    found = {name: local_of(param.detach()).clone() for name, param in host.weights.parameters.items()}
+    for name, entry in host.trainer.store.entries().items():
+        found |= {f"{key} {name}": local_of(entry[key]).clone() for key in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+def in_small_buckets(host: MeshHost) -> None:
+    """Several of them, also in a model that would fit into one."""
+    trainer = host.trainer
+    assert trainer is not None
+    if isinstance(trainer.store, StreamedAdamW):
+        trainer.store = StreamedAdamW(host.weights, trainer.options, trainer.store.state, bucket_bytes=2 * 4 * 192)
+    elif isinstance(trainer.store, CpuAdamW):
+        memory = HostMemory(host.mesh.device)
+        trainer.store = CpuAdamW(host.weights, trainer.options, trainer.store.state, memory, bucket_bytes=4 * 192)
+
+
+def goes_on(host: MeshHost, name: str, mesh: RankMesh, case: Case) -> bool:
+    """Whether a state saved with one class of offload is that of another."""
+    other = opened(name, mesh, replace(case, model={**case.model, "offload": "none"}))
+    other.restore(host.state())
+    first, second = (metrics_of(one.update(job_of(case, 9))) for one in (host, other))
+    host.onload()
+    same = all(torch.equal(one, two) for one, two in zip(kept(host).values(), kept(other).values(), strict=True))
+    return first == second and same
+
+
+def offloads(mesh: RankMesh, folder: Path) -> Any:
+    """Every class of offload trains as the optimizer on the device does."""
+    found: dict[str, Any] = {}
+    few = (("smollm", "fp32"),)
+    for name, precision in few if mesh.layout.tp > 1 else (("llama", "fp32"), ("value", "fp32"), ("llama", "bf16")):
+        for kind in ("none", "park", "sopt", "opt"):
+            case = replace(CASES[name], model={**CASES[name].model, "precision": precision, "offload": kind})
+            host = opened(name, mesh, case)
+            assert host.trainer is not None
+            in_small_buckets(host)
+            reports = [metrics_of(host.update(job_of(case, seed))) for seed in range(3)]
+            is_parked = host.is_parked
+            host.onload()
+            made = {"reports": reports, "after": scored(host, case), "kept": kept(host)}
+            if kind == "none":
+                expected = made
+            else:
+                equal = {key: torch.equal(made["kept"][key], value) for key, value in expected["kept"].items()}
+                found[f"{name} {precision} {kind}"] = {
+                    "names": (set(made["kept"]), set(expected["kept"])),
+                    "differ": [key for key, is_equal in equal.items() if not is_equal],
+                    "reports": (reports, expected["reports"]),
+                    "after": (made["after"], expected["after"]),
+                    "store": type(host.trainer.store).__name__,
+                    "is_parked": is_parked,
+                    "host_bytes": host.host_bytes,
+                    "moment_bytes": sum(2 * local_of(p.detach()).nbytes for p in host.trainer.trained.values()),
+                }
+                if name != "value" and precision == "fp32":
+                    found[f"{name} {precision} {kind}"]["resumed"] = goes_on(host, name, mesh, case)
+            host.close()
+    return found
+
+
+def parked(mesh: RankMesh, folder: Path) -> Any:
+    """Five times away and back: memory is free, and does not grow."""
+    case = CASES["smollm"]
+    host = opened("parked", mesh, case)
+    host.update(job_of(case, 0))
+    size = sum(one.untyped_storage().nbytes() for one in shards_of(host).values())
+    rounds = []
+    for _ in range(5):
+        before, storages = kept(host), [one.untyped_storage() for one in shards_of(host).values()]
+        copied = host.offload()
+        left = sum(storage.nbytes() for storage in storages)
+        try:
+            host.logprobs(rows_of(case, 0))
+            said = ""
+        except FlowError as error:
+            said = str(error)
+        again = host.onload()
+        is_same = all(torch.equal(value, kept(host)[name]) for name, value in before.items())
+        here = sum(one.untyped_storage().nbytes() for one in shards_of(host).values())
+        rounds.append((copied, left, again, is_same, here, host._home.memory.held_bytes, host._home.memory.num_made))
+        unchanged = host.offload(writes=False)
+        host.onload()
+    return {"size": size, "rounds": rounds, "said": said, "unchanged": unchanged, "after": scored(host, case)}
+
+
 def errors(mesh: RankMesh, folder: Path) -> Any:
     """Before anything is sent: every rank says the same."""
     found = []
@@ -239,7 +341,8 @@ def errors(mesh: RankMesh, folder: Path) -> Any:
 EXTRAS: dict[str, Callable[[RankMesh, Path], Any]] = {
     function.__name__: function
     for function in (
-        bf16, compiled, adapters, halves, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors
+        bf16, compiled, adapters, halves, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors,
+        offloads, parked,
     )
 }  # fmt: skip
 

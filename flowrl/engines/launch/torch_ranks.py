@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,33 +102,38 @@ class TorchRanks:
 
     def bring(self, source: Site, giver: Host | None, target: Site, taker: Host | None, version: int) -> int:
         given, taken = (None if host is None else _torch(host) for host in (giver, taker))
-        return self._edges.run(source, given, target, taken, version)
+        with _brought(given, writes=False), _brought(taken, writes=True):
+            return self._edges.run(source, given, target, taken, version)
 
     def export(self, host: Host, *, keep: bool) -> dict[str, np.ndarray]:
-        weights = _torch(host).weights
-        if not isinstance(weights, MeshWeights):
-            return weights.export() if keep else {}
-        weights.keeps = keep
-        try:
-            found = weights.export()
-        finally:
-            weights.keeps = True
+        giver = _torch(host)
+        weights = giver.weights
+        if not isinstance(weights, MeshWeights) and not keep:
+            return {}
+        with giver.brought(writes=False):
+            if not isinstance(weights, MeshWeights):
+                return weights.export()
+            weights.keeps = keep
+            try:
+                found = weights.export()
+            finally:
+                weights.keeps = True
         return found if keep else {}
 
     def load(self, host: Host, weights: Mapping[str, np.ndarray], version: int) -> int:
         taker = _torch(host)
-        taker.weights.load(weights)
+        with taker.brought(writes=True):
+            taker.weights.load(weights)
         taker.version = version
         return sum(array.nbytes for array in weights.values())
 
     def blend(self, host: Host, weights: Mapping[str, np.ndarray], decay: float) -> None:
         taker = _torch(host)
-        masters = {
-            name: _laid_as(taker, name, array) for name, array in weights.items() if name in taker.weights.masters
-        }
-        buffers = {name: torch.from_numpy(np.array(weights[name])) for name in taker.weights.buffers if name in weights}
-        given = SimpleNamespace(name="of another site", masters=masters, buffers=buffers)
-        taker.weights.blend(cast(Any, given), decay)
+        own = taker.weights
+        with taker.brought(writes=True):
+            masters = {name: _laid_as(taker, name, array) for name, array in weights.items() if name in own.masters}
+            buffers = {name: torch.from_numpy(np.array(weights[name])) for name in own.buffers if name in weights}
+            own.blend(cast(Any, SimpleNamespace(name="of another site", masters=masters, buffers=buffers)), decay)
         taker.version += 1
 
     def close(self) -> None:
@@ -246,3 +252,7 @@ def _torch(host: Host) -> TorchHost:
     if not isinstance(host, TorchHost):
         raise EngineError(f"the torch engine has torch models; '{host.name}' is a {type(host).__name__}")
     return host
+def _brought(host: TorchHost | None, *, writes: bool) -> AbstractContextManager[None]:
+    return nullcontext() if host is None else host.brought(writes=writes)
+
+

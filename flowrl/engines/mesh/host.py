@@ -131,6 +131,7 @@ class MeshHost(TorchHost):
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """Not here. Errors: EngineError, always."""
         _no_sampler(self.name)
+            store=self._store,
 
     # --- forward passes ----------------------------------------------------------------------------------------------
 

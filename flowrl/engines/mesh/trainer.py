@@ -25,6 +25,7 @@ from flowrl.engines.mesh.sharding import Sharded
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.weights import MeshWeights
 from flowrl.engines.offload.state import local_of
+from flowrl.engines.offload.store import OptimizerStore
 from flowrl.engines.packing import Batch
 from flowrl.engines.trainer_torch import Numbers, Step, Trainer, Work, sums_of
 from flowrl.model import AdamW
@@ -58,8 +59,11 @@ class MeshTrainer(Trainer):
         *,
         micro_batch_tokens: int,
         max_context: int | None,
+        store: OptimizerStore | None = None,
     ) -> None:
-        super().__init__(forward, weights, options, micro_batch_tokens=micro_batch_tokens, max_context=max_context)
+        super().__init__(
+            forward, weights, options, micro_batch_tokens=micro_batch_tokens, max_context=max_context, store=store
+        )
         self.sharded = sharded
         self.mesh = sharded.mesh
         self._copies = {name: copies_of(master) for name, master in self.trained.items()}

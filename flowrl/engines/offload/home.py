@@ -69,9 +69,11 @@ class Home:
             self._guard()
         return copied
 
-    def onload(self) -> int:
-        """All of it to the device; bytes copied."""
+    def onload(self, *, training: bool = True) -> int:
+        """All of it to the device, or without what only training needs; bytes copied."""
         coming = [parked for parked in (self.model, self.training) if not parked.is_here]
+        if not training:
+            coming = [parked for parked in coming if parked is self.model]
         copied = 0
         for parked in coming:
             copied += parked.begin_onload()
@@ -91,18 +93,19 @@ class Home:
             )
 
     @contextmanager
-    def brought(self, *, writes: bool) -> Iterator[None]:
+    def brought(self, *, writes: bool, training: bool = True) -> Iterator[None]:
         """On the device inside; then again where it was.
 
         Args:
             writes: whether it is changed inside.
+            training: whether what only training needs is brought too.
         """
         was_model, was_training = self.model.is_here, self.training.is_here
-        self.onload()
+        self.onload(training=training)
         try:
             yield
         finally:
-            if not was_training:
+            if not was_model or not was_training:
                 self.offload(writes=writes, keep_model=was_model)
 
     def close(self) -> None:

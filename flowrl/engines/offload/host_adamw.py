@@ -45,6 +45,10 @@ class HostAdamW:
     def tensors(self) -> Iterator[Tensor]:
         return iter(())  # nothing on the device between steps
 
+    @property
+    def host_bytes(self) -> int:
+        return self.state.host_bytes
+
 
 def flat_grad(grad: Tensor) -> Tensor:
     """[elements] of what this process holds of a gradient, in the order of its parameter."""

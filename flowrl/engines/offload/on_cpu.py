@@ -5,6 +5,9 @@
     in     bucket k-1: weights, rounded, back to the device
 
 Host memory beside masters and moments: two buckets of gradients and two of weights.
+
+[Note: Shards lead themselves] On a mesh the fp32 shards on the device are the masters, which others gather, send and load. So the
+host keeps none: weights come out beside their gradients, and go back changed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from flowrl.engines.offload.layout import Bucket, Piece
 from flowrl.engines.offload.memory import HostMemory
 from flowrl.engines.offload.state import ITEM_BYTES, MOMENTS, HostState, adamw_, flat_of
 from flowrl.engines.weights import Weights
-from flowrl.errors import EngineError
 from flowrl.model import AdamW
 
 STAGES = 2
@@ -33,7 +35,7 @@ class CpuAdamW(HostAdamW):
     """See the module.
 
     Args:
-        state: over the trained parameters of `weights`, with masters.
+        state: over the trained parameters of `weights`; without masters where the parameters are fp32 and lead themselves.
         bucket_bytes: of a bucket's gradients in fp32.
     """
 
@@ -55,20 +57,24 @@ class CpuAdamW(HostAdamW):
         self._new = [region.view(0, weight_bytes) for region in self._regions[STAGES:]]
         """As bytes: weights may be of several types."""
         self._wide = wide
+        self._has_masters = "master" in state.kinds
 
     @staticmethod
     def over(weights: Weights, options: AdamW, precision: torch.dtype) -> CpuAdamW:
-        """For weights whose module is to run in `precision`. Errors: EngineError for shards of a mesh."""
+        """For weights whose module is to run in `precision`. Shards of a mesh are masters; see [Note: Shards lead themselves]."""
         parameters = weights.trained_parameters()
-        if any(isinstance(one, DTensor) for one in parameters.values()):
-            raise EngineError(
-                f"model '{weights.name}' lies in shards on a mesh, where the CPU does not compute its optimizer; use "
-                "offload='sopt', 'park' or 'none'"
-            )
         memory = HostMemory(next(iter(parameters.values())).device)
-        state = HostState(weights.name, parameters, memory, with_masters=True)
-        weights.lead({name: state.part("master", name) for name in parameters}, precision)
+        is_sharded = any(isinstance(one, DTensor) for one in parameters.values())
+        state = HostState(weights.name, parameters, memory, with_masters=not is_sharded)
+        if is_sharded:
+            weights.make_masters(precision)
+        else:
+            weights.lead({name: state.part("master", name) for name in parameters}, precision)
         return CpuAdamW(weights, options, state, memory)
+
+    @property
+    def host_bytes(self) -> int:
+        return super().host_bytes + sum(region.num_bytes for region in self._regions)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -85,36 +91,51 @@ class CpuAdamW(HostAdamW):
         """Gradients of a bucket on their way to the host; the CPU is done with the stage."""
         stage = self._grads[number % STAGES]
         with self._lanes.on("out"):
+            if not self._has_masters:
+                self._lanes.after("out", "in", number - STAGES)  # weights leave from where they come in
             for piece in pieces:
                 stage[piece.at : piece.end].copy_(
                     grads[piece.name][piece.start : piece.stop].float(), non_blocking=True
                 )
+                if not self._has_masters:
+                    self._staged(number, piece).copy_(self._weight(piece), non_blocking=True)
             self._lanes.mark("out", number)
 
     def _work(self, number: int, bucket: Bucket, grads: Mapping[str, Tensor], rate: float) -> None:
         """AdamW on a bucket whose gradients are there, and its weights on their way to the device."""
-        pieces, stage, new = _live(bucket, grads), self._grads[number % STAGES], self._new[number % STAGES]
+        pieces, stage = _live(bucket, grads), self._grads[number % STAGES]
         parts = {kind: flat[bucket.start : bucket.stop] for kind, flat in self.state.flat.items()}
         self._lanes.wait("out", number)
+        if self._has_masters:
+            masters = [parts["master"][piece.at : piece.end] for piece in pieces]
+        else:
+            masters = [self._staged(number, piece) for piece in pieces]
         adamw_(
-            [parts["master"][piece.at : piece.end] for piece in pieces],
+            masters,
             [stage[piece.at : piece.end] for piece in pieces],
             ([parts[MOMENTS[0]][p.at : p.end] for p in pieces], [parts[MOMENTS[1]][p.at : p.end] for p in pieces]),
             [torch.tensor(self.state.steps[piece.name], dtype=torch.float32) for piece in pieces],
             self._options,
             rate,
         )
-        self._lanes.wait("in", number - STAGES)
-        rounded = []
-        for piece in pieces:
-            weight = flat_of(self._parameters[piece.name])[piece.start : piece.stop]
-            there = new[piece.at * self._wide : piece.end * self._wide].view(weight.dtype)[: len(weight)]
-            there.copy_(parts["master"][piece.at : piece.end])
-            rounded.append((weight, there))
+        if self._has_masters:
+            self._lanes.wait("in", number - STAGES)
+            for piece, master in zip(pieces, masters, strict=True):
+                self._staged(number, piece).copy_(master)
         with self._lanes.on("in"):
-            for weight, there in rounded:
-                weight.copy_(there, non_blocking=True)
+            for piece in pieces:
+                self._weight(piece).copy_(self._staged(number, piece), non_blocking=True)
             self._lanes.mark("in", number)
+
+    def _weight(self, piece: Piece) -> Tensor:
+        """On the device."""
+        return flat_of(self._parameters[piece.name])[piece.start : piece.stop]
+
+    def _staged(self, number: int, piece: Piece) -> Tensor:
+        """The place of its weights on the host, in the type that they have on the device."""
+        dtype = self._parameters[piece.name].dtype
+        stage = self._new[number % STAGES][piece.at * self._wide : piece.end * self._wide]
+        return stage.view(dtype)[: piece.stop - piece.start]
 
 
 def _live(bucket: Bucket, grads: Mapping[str, Tensor]) -> list[Piece]:

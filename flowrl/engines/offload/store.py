@@ -42,6 +42,11 @@ class OptimizerStore(Protocol):
         """Its state on the device."""
         ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it keeps, whether a step runs or not."""
+        ...
+
 
 class ResidentAdamW:
     """`torch.optim.AdamW`, beside the masters."""
@@ -83,6 +88,10 @@ class ResidentAdamW:
     def tensors(self) -> Iterator[Tensor]:
         for entry in self.optimizer.state.values():
             yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
 
 
 def open_store(weights: Weights, options: AdamW, precision: torch.dtype, offload: Offload) -> OptimizerStore | None:

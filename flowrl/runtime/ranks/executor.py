@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from flowrl.engines.protocol import Parks
 from flowrl.graph.kinds import KINDS
 from flowrl.graph.nodes import Node
 from flowrl.planner.steps import Step
 from flowrl.planner.tasks import StepKind
+from flowrl.runtime import planned
 from flowrl.runtime.context import Context, StepLog, Value, Version
 from flowrl.runtime.executor import chosen, needed
-from flowrl.runtime.planned import Moved, PlannedExecutor, stays
+from flowrl.runtime.planned import Moved, PlannedExecutor, unknown_state
 from flowrl.runtime.program import Act, Action
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.hosts import SharedHost
@@ -210,6 +212,19 @@ class RankExecutor(PlannedExecutor):
         if self.desk.rank in step.devices:
             self.observer.move_done(step, moved, start)
 
+    def _parks(self, step: Step) -> Parks | None:
+        """This rank's host at the site that a step moves: where the node it names runs, or where the model it names trains."""
+        places = self.desk.places
+        site = places.site_of.get(step.node.replace(".", "/")) or places.main.get(step.node)
+        if site is None:
+            if all(host.device in planned.IN_HOST_MEMORY for host in self.hosts.values()):
+                return None
+            raise unknown_state(step, self.hosts)
+        host = self.shared[site.model].hosts.get(site)
+        if host is None or host.device in planned.IN_HOST_MEMORY:
+            return None
+        return host if isinstance(host, Parks) else None
+
 
 def _where_they_lie(executor: RankExecutor, step: Step) -> Moved:
     return Moved(0, "nothing to move: rows are read where they lie, in the shared memory of the host")
@@ -223,7 +238,7 @@ RANK_MOVES: dict[StepKind, Callable[[RankExecutor, Step], Moved]] = {
     StepKind.RESHARD: RankExecutor.publish,
     StepKind.TRANSFER: _where_they_lie,
     StepKind.SYNC: _by_what_is_read,
-    StepKind.OFFLOAD: stays,
-    StepKind.ONLOAD: stays,
+    StepKind.OFFLOAD: RankExecutor.park,
+    StepKind.ONLOAD: RankExecutor.bring,
 }
 """Kind of step to what does it on a rank."""

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from flowrl.engines.launch.protocol import Site
-from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions, TokenRows, UpdateJob, UpdateReport
+from flowrl.engines.protocol import (
+    Host,
+    Parks,
+    Sampled,
+    SampleRequest,
+    SamplingOptions,
+    TokenRows,
+    UpdateJob,
+    UpdateReport,
+)
 from flowrl.errors import RunError
 from flowrl.model import Model, Tokenizer
 from flowrl.runtime.ranks.desk import Desk
@@ -230,6 +239,21 @@ def part_of(rows: TokenRows, first: int, stop: int) -> TokenRows:
 
 
 def slice_of(column: Ragged, first: int, stop: int) -> Ragged:
+    # ------------------------------------------------------------------------------------------------ where it lies
+
+    def offload(self, *, writes: bool = True) -> int:
+        """State of all of the model's hosts on this rank to host memory; bytes copied."""
+        return sum(host.offload(writes=writes) for host in self.hosts.values() if isinstance(host, Parks))
+
+    def onload(self) -> int:
+        """Back to the device; bytes copied."""
+        return sum(host.onload() for host in self.hosts.values() if isinstance(host, Parks))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that its state takes on this rank."""
+        return sum(int(getattr(host, "host_bytes", 0)) for host in self.hosts.values())
+
     low, high = int(column.offsets[first]), int(column.offsets[stop])
     return Ragged(column.values[low:high], column.offsets[first : stop + 1] - low)
 

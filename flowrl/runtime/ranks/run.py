@@ -23,6 +23,7 @@ from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.model import Model
 from flowrl.planner.steps import Plan
+from flowrl.runtime.applied import apply_offload
 from flowrl.runtime.local import Prepared, Run, describe_run, input_names, prepare
 from flowrl.runtime.options import OPTION_NAMES, Options
 from flowrl.runtime.planned import Bound, bound_of
@@ -120,7 +121,7 @@ def _run(
     board.at("the opening of the models")
     shared = open_shared(opened, places, prepared.models, desk, seed)
     hosts: dict[str, Host] = dict(shared)
-    bound.check_hosts(hosts)
+    bound.check_hosts({site.name: host for one in shared.values() for site, host in one.hosts.items()})
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
     about = describe_run(prepared, settings, bound, drift, steps=steps, seed=seed, engine=engine, ranks=board.world)
     own = replace(bound, program=replace(bound.program, steps=_own_steps(bound, places, board.rank)))
@@ -175,7 +176,8 @@ def bind_ranks(plan: Plan, graph: Graph, models: Mapping[str, Model], *, world: 
             f"plan '{plan.name}' uses the devices 0 to {used - 1} of {plan.cluster.num_devices}, so it needs {needs}; this job "
             f"has {world}: start {used} (--nproc {used}), or plan for {world}"
         )
-    return bound_of(plan, graph, models, lambda: program_in_order(plan.steps, graph), allow_drift=allow_drift)
+    bound = bound_of(plan, graph, models, lambda: program_in_order(plan.steps, graph), allow_drift=allow_drift)
+    return replace(bound, applied=apply_offload(plan, graph, bound.applied))
 
 
 def refuse(engine: RankEngine, places: Places, models: Mapping[str, Model]) -> None:

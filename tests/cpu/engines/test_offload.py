@@ -340,15 +340,16 @@ def test_shards_leave_and_come_back(mesh):
     assert torch.equal(module.weight.to_local(), before) and torch.equal(local, before)
 
 
-def test_an_optimizer_streams_shards(mesh):
+def test_optimizers_with_their_state_on_the_host_take_shards(mesh):
     found = []
-    for is_streamed in (False, True):
+    for kind in (None, StreamedAdamW, CpuAdamW):
         module, weights = sharded(mesh)
-        if is_streamed:
-            store: OptimizerStore = StreamedAdamW.over(weights, OPTIONS, torch.float32)
-            assert not weights.leads  # shards are the masters
+        if kind is None:
+            store: OptimizerStore = ResidentAdamW(weights, OPTIONS)
         else:
-            store = ResidentAdamW(weights, OPTIONS)
+            store = kind.over(weights, OPTIONS, torch.float32)
+            assert not weights.leads  # shards are the masters
+            assert store.state.kinds == ("exp_avg", "exp_avg_sq") and store.host_bytes >= 2 * 4 * (13 * 29 + 29)
         for step in range(3):
             x = distribute_tensor(torch.randn(5, 13, generator=torch.Generator().manual_seed(step)), mesh)
             module(x).to_local().square().sum().backward()
@@ -361,9 +362,7 @@ def test_an_optimizer_streams_shards(mesh):
         )
         store.load(entries)
         assert store.entries()["bias"]["step"] == 3
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    with pytest.raises(EngineError, match="in shards on a mesh"):
-        CpuAdamW.over(sharded(mesh)[1], OPTIONS, torch.float32)
+    assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*found, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------- benchmark
