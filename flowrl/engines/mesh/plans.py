@@ -5,8 +5,9 @@
     embedding, head    by token: rows of a table, columns of the logits
     everything else    whole on every rank of the group
 
-Between layers hidden states are whole on every rank, so a layer of a family is a few names in a table. The logits are
-gathered, in the slices of `Forward`, so that losses see whole rows of the vocabulary.
+A layer of a family is a few names in a table. Between blocks hidden states are cut by tokens (`flowrl.engines.mesh.sequence`);
+those of GPT-2, and whatever comes before the first and after the last layer, are whole on every rank. The logits are gathered, in
+the slices of `Forward`, so that losses see whole rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from flowrl.engines.mesh.styles import (
     BY_HEADS,
     BY_INPUT,
     BY_OUTPUT,
+    BY_TOKENS,
+    CONV_BY_HEADS,
     CONV_BY_INPUT,
     CONV_BY_OUTPUT,
     LOGITS,
@@ -41,9 +44,10 @@ class Family:
 
     layer: Mapping[str, Style]
     """Module name in a layer -> its style; absent modules are passed over, the others are whole."""
-    cuts_heads: bool
-    """Whether attention is cut, so that heads must divide."""
-    cuts_vocabulary: bool = True
+    sequence: tuple[str, str] | None = None
+    """Names of a layer's attention and feed-forward modules, before which tokens are gathered; None: they are never cut."""
+    divided: tuple[str, ...] = ()
+    """Numbers of a layer's modules (`module.attribute`) that are a rank's part there."""
 
 
 _ROTARY: Mapping[str, Style] = {
@@ -54,16 +58,22 @@ _ROTARY: Mapping[str, Style] = {
     "mlp.gate_proj": BY_OUTPUT,
     "mlp.up_proj": BY_OUTPUT,
     "mlp.down_proj": BY_INPUT,
+    "input_layernorm": BY_TOKENS,
+    "post_attention_layernorm": BY_TOKENS,
 }
+_LLAMA = Family(_ROTARY, sequence=("self_attn", "mlp"))
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_ROTARY, cuts_heads=True),
-    "mistral": Family(_ROTARY, cuts_heads=True),
-    "qwen2": Family(_ROTARY, cuts_heads=True),
-    "qwen3": Family(_ROTARY, cuts_heads=True),
-    "smollm3": Family(_ROTARY, cuts_heads=True),
-    # q, k and v of GPT-2 are one matrix, which a plain cut would tear apart: attention is whole
-    "gpt2": Family({"mlp.c_fc": CONV_BY_OUTPUT, "mlp.c_proj": CONV_BY_INPUT}, cuts_heads=False),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), _LLAMA),
+    "gpt2": Family(
+        {
+            "attn.c_attn": CONV_BY_HEADS,
+            "attn.c_proj": CONV_BY_INPUT,
+            "mlp.c_fc": CONV_BY_OUTPUT,
+            "mlp.c_proj": CONV_BY_INPUT,
+        },
+        divided=("attn.split_size", "attn.num_heads"),
+    ),
 }
 """`model_type` of a config -> family. Any other model can be cut by fsdp and copied by dp only."""
 
@@ -79,9 +89,8 @@ def family_of(name: str, module: nn.Module, tp: int) -> Family:
             f"{nearest(str(kind), FAMILIES)}; use a layout without tp (fsdp and dp cut any model)"
         )
     sizes: dict[str, Any] = {"intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size}
-    if family.cuts_heads:
-        sizes["num_attention_heads"] = config.num_attention_heads
-        sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sizes["num_attention_heads"] = config.num_attention_heads
+    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     uneven = [f"{field} {size}" for field, size in sizes.items() if size % tp]
     if uneven:
         raise ConfigError(f"model '{name}': tp {tp} does not divide its {', '.join(uneven)}; use a smaller tp")
@@ -94,20 +103,25 @@ def cut_layer(layer: nn.Module, family: Family, mesh: DeviceMesh) -> None:
         module = _find(layer, name)
         if module is not None:
             _apply(module, style, mesh)
+    for path in family.divided:
+        name, _, attribute = path.rpartition(".")
+        module = _find(layer, name)
+        if module is not None:
+            setattr(module, attribute, getattr(module, attribute) // mesh.size())
     cut_rest(layer, mesh)
 
 
-def cut_vocabulary(module: nn.Module, family: Family, mesh: DeviceMesh) -> None:
+def cut_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the embedding and the head by tokens where the group divides them, else leave them whole; a tie stays one."""
     ask: Any = getattr(module, "get_input_embeddings", None)
     embedding: Any = ask() if callable(ask) else None
     head = output_layer(module)
     tied = head is not None and embedding is not None and getattr(head, "weight", None) is embedding.weight
     if isinstance(embedding, nn.Embedding):
-        _apply(embedding, _by_token(embedding, family, mesh, TOKENS), mesh)
+        _apply(embedding, _by_token(embedding, mesh, TOKENS), mesh)
     if isinstance(head, nn.Linear):
         weight = embedding.weight if tied else None
-        _apply(head, _by_token(head, family, mesh, LOGITS), mesh)
+        _apply(head, _by_token(head, mesh, LOGITS), mesh)
         if weight is not None:
             head.weight = weight
 
@@ -120,8 +134,8 @@ def cut_rest(module: nn.Module, mesh: DeviceMesh) -> None:
             _apply(part, WHOLE, mesh)
 
 
-def _by_token(part: Any, family: Family, mesh: DeviceMesh, cut: Style) -> Style:
-    return cut if family.cuts_vocabulary and part.weight.shape[0] % mesh.size() == 0 else WHOLE
+def _by_token(part: Any, mesh: DeviceMesh, cut: Style) -> Style:
+    return cut if part.weight.shape[0] % mesh.size() == 0 else WHOLE
 
 
 def _apply(module: nn.Module, style: Style, mesh: DeviceMesh) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flowrl.engines.mesh.plans import cut_layer, cut_rest, cut_vocabulary, family_of
 from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.engines.mesh.sequence import cut_sequence
 from flowrl.engines.mesh.sources import Source, StateDict, materialise
 from flowrl.engines.modules import output_layer
 from flowrl.errors import ConfigError
@@ -64,6 +65,11 @@ class Sharded:
         """Free what is still gathered: after passes without a backward pass, which would do so."""
         for part in self._parts():
             part.reshard()
+
+    def keep_gathered(self) -> None:
+        """From now on a layer that was gathered stays so until `release`: for calls that run it many times."""
+        for part in self._parts():
+            part.set_reshard_after_forward(False, recurse=False)
 
     def add_over_copies(self, does: bool) -> None:
         """Whether the next backward passes add gradients over dp: only the last of an optimizer step needs to, the others add
@@ -117,6 +123,8 @@ def shard(
     )
     options: dict[str, Any] = {"mesh": mesh.shard_axes, "mp_policy": policy}
     layers = tuple(find_layers(name, module))
+    if family is not None and family.sequence is not None:
+        cut_sequence([layer for _, layer in layers], *family.sequence, mesh.tp_axis)
     for path, layer in layers:
         materialise(layer, f"{path}.", source, mesh.device, precision.stored, precision.frozen)
         if family is not None:
@@ -126,7 +134,7 @@ def shard(
         fully_shard(layer, **options)
     materialise(module, "", source, mesh.device, precision.stored, precision.frozen)
     if family is not None:
-        cut_vocabulary(module, family, mesh.tp_axis)
+        cut_vocabulary(module, mesh.tp_axis)
         cut_rest(module, mesh.tp_axis)
     embedding = _lone_embedding(module)
     if embedding is not None:

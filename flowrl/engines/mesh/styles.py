@@ -3,8 +3,8 @@
 [Note: Sharded parameters, plain activations]
 Parameters are DTensors, so that FSDP2, checkpoints and resharding know how they lie. While a module runs, its own part of
 each stands in the parameter's place as a plain tensor, and activations are plain tensors too: DTensor would settle the
-layout of every operation anew for each new shape, milliseconds each, and rows have all shapes. Three functions below carry
-activations and their gradients over the group.
+layout of every operation anew for each new shape, milliseconds each, and rows have all shapes. The functions below, and those
+of `flowrl.engines.mesh.sequence`, carry activations and their gradients over the group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+# newer torch calls them by other names
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Copy(torch.autograd.Function):
@@ -62,6 +66,51 @@ class Gather(torch.autograd.Function):
         return grads[0].narrow(-1, ctx.at * ctx.width, ctx.width).contiguous(), None
 
 
+class AddToParts(torch.autograd.Function):
+    """Of the sum of what the ranks have, [rows, tokens, H], the tokens that are this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.length = group, x.shape[1]
+        return sum_of_part(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_parts(grads[0], ctx.group, ctx.length), None
+
+
+def part_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[rows, ceil(tokens / ranks), H]: this rank's tokens of [rows, tokens, H]; zeros behind the last one."""
+    size, at = dist.get_world_size(group), dist.get_rank(group)
+    step = -(-x.shape[1] // size)
+    part = x[:, at * step : (at + 1) * step]
+    missing = step - part.shape[1]
+    return (nn.functional.pad(part, (0, 0, 0, missing)) if missing else part).contiguous()
+
+
+def sum_of_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`part_of` the sum over ranks."""
+    size = dist.get_world_size(group)
+    step = -(-x.shape[1] // size)
+    missing = size * step - x.shape[1]
+    padded = nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    given = padded.unflatten(1, (size, step)).transpose(0, 1).flatten(0, 1)
+    found = x.new_empty((x.shape[0], step, *x.shape[2:]))
+    if found.numel():
+        _reduce_scatter(found, given, group=group)
+    return found
+
+
+def all_parts(x: Tensor, group: dist.ProcessGroup, length: int) -> Tensor:
+    """[rows, length, H] from every rank's part of it."""
+    size, step = dist.get_world_size(group), x.shape[1]
+    found = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    if found.numel():
+        _all_gather(found, x.contiguous(), group=group)
+    # put together anew, never a view, in which FSDP2 could not hang its hooks
+    return torch.cat([part[:, : max(0, length - at * step)] for at, part in enumerate(found.chunk(size))], 1)
+
+
 def _added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     if total.numel():
@@ -81,10 +130,13 @@ class Style:
     """Parameter -> how it lies; others are whole on every rank."""
     enter: Literal["", "copy", "tokens"] = ""
     """`copy`: see `Copy`. `tokens`: ids of other ranks' rows are looked up by those."""
-    leave: Literal["", "add", "gather"] = ""
+    leave: Literal["", "add", "gather", "scatter"] = ""
+    """`scatter`: the sum, of which each rank gets the tokens that are its own; see `flowrl.engines.mesh.sequence`."""
     adds_gradients: bool = False
     """Whether every rank's gradient of a whole parameter is a part of it: its input was cut."""
 
+    parts: int = 0
+    """Matrices that lie side by side in whole parameters, of each of which a rank takes its part of the outputs; 0: none."""
     width: str = ""
     """Attribute of the module that says how wide its output is, if it has one: here, of this rank's part."""
 
@@ -107,6 +159,7 @@ class _Ends:
     def __init__(self, style: Style, mesh: DeviceMesh) -> None:
         self.style = style
         self.group = mesh.get_group()
+        self.size = mesh.size()
         self.is_first = mesh.get_local_rank() == 0
         self.at = mesh.get_local_rank()
         self.outside: Tensor | None = None
@@ -133,14 +186,20 @@ class _Ends:
             output, self.outside = output.masked_fill(self.outside[..., None], 0), None
         if self.style.leave == "add":
             return Add.apply(output, self.group)
+        if self.style.leave == "scatter":
+            return AddToParts.apply(output, self.group)
         return Gather.apply(output, self.group) if self.style.leave == "gather" else output
 
     def _own(self, key: str, param: DTensor) -> Tensor:
         is_whole = param.placements[0].is_replicate()
-        is_added = is_whole and (self.style.adds_gradients or self.style.leave == "add")
+        is_sum = self.style.leave in ("add", "scatter")
+        is_added = is_whole and (self.style.adds_gradients or is_sum)
         own: Tensor = param.to_local(grad_placements=[Partial()] if is_added else param.placements)
+        if self.style.parts:
+            kinds = own.unflatten(-1, (self.style.parts, self.size, -1))
+            return kinds.select(-2, self.at).flatten(-2)
         # what is whole, a bias, is part of a sum once
-        return own * 0 if is_whole and self.style.leave == "add" and not self.is_first else own
+        return own * 0 if is_whole and is_sum and not self.is_first else own
 
     def _own_ids(self, module: Any, ids: Tensor) -> Tensor:
         """[...] ids among this rank's rows; any, for rows of other ranks, whose vectors are made 0 afterwards."""
@@ -157,10 +216,16 @@ WHOLE = Style()
 """Every rank of the group has and computes all of it."""
 BY_HEADS = Style(adds_gradients=True)
 """Whole parameters, an input cut by heads."""
-BY_OUTPUT = Style({"weight": Shard(0), "bias": Shard(0)}, enter="copy")
-BY_INPUT = Style({"weight": Shard(1)}, leave="add")
+BY_TOKENS = BY_HEADS
+"""Whole parameters, an input cut by tokens."""
+BY_OUTPUT = Style({"weight": Shard(0), "bias": Shard(0)})
+"""Of an input that the module around it has gathered; see `flowrl.engines.mesh.sequence`."""
+BY_INPUT = Style({"weight": Shard(1)}, leave="scatter")
 CONV_BY_OUTPUT = Style({"weight": Shard(1), "bias": Shard(0)}, enter="copy", width="nf")
 """A Conv1D of GPT-2, whose weight is [in, out]."""
 CONV_BY_INPUT = Style({"weight": Shard(0)}, leave="add")
+CONV_BY_HEADS = Style(enter="copy", adds_gradients=True, parts=3, width="nf")
+"""The Conv1D of GPT-2 that makes q, k and v. No one cut of it gives every rank its heads of all three, so it stays whole, and
+a rank computes with its columns."""
 TOKENS = Style({"weight": Shard(0)}, enter="tokens", leave="add")
 LOGITS = Style({"weight": Shard(0), "bias": Shard(0)}, enter="copy", leave="gather")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from flowrl.engines.mesh.plans import family_of
+from flowrl.engines.mesh.plans import FAMILIES, family_of
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.sharding import find_layers
 from flowrl.engines.mesh.sources import (
@@ -61,16 +61,17 @@ def test_a_layout_must_fit_the_job(four_ranks: None) -> None:
 
 
 def test_tp_must_divide_heads_and_width() -> None:
-    assert family_of("policy", llama(), 2).cuts_heads
+    assert family_of("policy", llama(), 2) is FAMILIES["llama"]
     with pytest.raises(
         ConfigError, match="model 'policy': tp 4 does not divide its num_key_value_heads 2; use a smaller tp"
     ):
         family_of("policy", llama(), 4)
     with pytest.raises(ConfigError, match="tp 3 does not divide its num_attention_heads 4, num_key_value_heads 2"):
         family_of("policy", llama(), 3)
-    # attention of GPT-2 is not cut, so its heads do not matter
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=12, n_layer=1, n_head=1))
-    assert not family_of("policy", gpt2, 4).cuts_heads
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=12, n_layer=1, n_head=3))
+    assert family_of("policy", gpt2, 3) is FAMILIES["gpt2"]
+    with pytest.raises(ConfigError, match="tp 4 does not divide its num_attention_heads 3"):
+        family_of("policy", gpt2, 4)
 
 
 def test_an_unknown_family_has_fsdp_only() -> None:
