@@ -30,7 +30,7 @@ test-slow: $(VENV)/.ready-test  ## the tests that take minutes
 test-gpu:  ## the tests that need a CUDA device, in the Python that is active (or PY=...)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m pytest tests/gpu -m gpu $(ARGS)
 
-test-adapters: $(VENV)/.ready-test  ## adapters against the real verl and verifiers, each in an environment of its own
+test-adapters: $(VENV)/.ready-test  ## adapters against the real verl and verifiers, trackers against W&B and MLflow, in environments of their own
 	$(PY) requirements/adapters.py
 
 check: $(VENV)/.ready-test  ## style, types, direction of imports

@@ -21,6 +21,8 @@ ENVIRONMENTS = {
          "antlr4-python3-runtime==4.9.3", "codetiming"],
         "tests/cpu/adapters/test_verl.py",
     ),
+    # the third, tensorboard, is small and in .venv
+    "trackers": (["mlflow-skinny==3.17.2", "wandb==0.31.0"], "tests/cpu/runtime/test_tracker_packages.py"),
     "verifiers-environments": (["verifiers==0.1.14"], "tests/cpu/adapters/test_verifiers.py"),
     "verifiers-tasks": (["verifiers==0.4.0"], "tests/cpu/adapters/test_verifiers.py"),
 }  # fmt: skip

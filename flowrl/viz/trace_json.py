@@ -50,11 +50,17 @@ def trace_json(plan: Plan, measured: Comparison | Iterable[Any] | None = None) -
         "host_bytes": max((one.usage.peak_bytes for one in on_hosts), default=0),
     }
     values = {"displayTimeUnit": "ms", "otherData": facts, "traceEvents": events}
-    return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+    # letters as they are: Perfetto refuses a trace with the escapes of an emoji, and shows those of other letters as escapes
+    return json.dumps(values, separators=(",", ":"), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _ns(moment_s: float) -> int:
     return round(moment_s * NANO)
+
+
+def _seconds(value: float) -> float:
+    """For an argument, in whole nanoseconds: Perfetto reads a number of twenty decimals wrongly."""
+    return _ns(value) / NANO
 
 
 def _us(moment_ns: int) -> float:
@@ -110,7 +116,7 @@ def _steps(drawn: Scene) -> Iterator[Event]:
         args = {
             "node": clean(bar.step.node),
             "where": clean(place_of(drawn.plan, bar.step)),
-            "predicted_s": predicted.seconds,
+            "predicted_s": _seconds(predicted.seconds),
             "bytes": predicted.num_bytes,
             "memory_bytes": predicted.memory_bytes,
             "critical": bar.is_critical,
@@ -153,18 +159,34 @@ def _arrows(drawn: Scene) -> Iterator[Event]:
     by_name = {bar.step.name: bar for bar in drawn.bars}
     number = 0
     for bar in drawn.bars:
-        for name in bar.step.after:
-            source = by_name[name]
-            start, end = next(_threads(drawn, source), None), next(_threads(drawn, bar), None)
-            begins_ns, ends_ns = _ns(source.start_s), _ns(source.end_s)
-            # an arrow hangs on the slice that is open at its moment: one without length is never, and at its end none is
-            if start is None or end is None or begins_ns == ends_ns or _ns(bar.start_s) == _ns(bar.end_s):
-                continue
+        end = _hook(drawn, bar)
+        for source in _waits_for(drawn, by_name, bar) if end is not None else ():
+            start = _hook(drawn, source)
+            assert start is not None and end is not None
             number += 1
             moved = source.step.predicted.num_bytes or bar.step.predicted.num_bytes
             common = {"name": "waits for", "cat": "edge", "id": number, "args": {"bytes": moved}}
-            yield {"ph": "s", **common, "pid": start[0] + 1, "tid": start[1], "ts": _us(ends_ns - 1)}
+            # one nanosecond before its end, as no slice is open at its end
+            yield {"ph": "s", **common, "pid": start[0] + 1, "tid": start[1], "ts": _us(_ns(source.end_s) - 1)}
             yield {"ph": "f", "bp": "e", **common, "pid": end[0] + 1, "tid": end[1], "ts": _us(_ns(bar.start_s))}
+
+
+def _hook(drawn: Scene, bar: Bar) -> tuple[int, int] | None:
+    """Node and thread of a slice that an arrow can hang on; None where it takes no time or is on no lane, as waiting is."""
+    place = next(_threads(drawn, bar), None)
+    return None if place is None or _ns(bar.start_s) == _ns(bar.end_s) else place[:2]
+
+
+def _waits_for(drawn: Scene, by_name: dict[str, Bar], bar: Bar) -> list[Bar]:
+    """The steps before this one that arrows can hang on; through one that has no slice to those before it."""
+    found: dict[str, Bar] = {}
+    asked = [by_name[name] for name in bar.step.after]
+    for source in asked:
+        if _hook(drawn, source) is not None:
+            found[source.step.name] = source
+        else:
+            asked += [by_name[name] for name in source.step.after]
+    return list(found.values())
 
 
 def _measured(drawn: Scene, spans: Iterable[Seen]) -> Iterator[Event]:
@@ -174,7 +196,10 @@ def _measured(drawn: Scene, spans: Iterable[Seen]) -> Iterator[Event]:
     free_ns: dict[tuple[int, int], int] = {}
     for one in sorted(spans, key=lambda one: starts[one.step]):
         bar = drawn.bar(one.step)
-        args: dict[str, Any] = {"measured_s": one.seconds, "predicted_s": bar.step.predicted.seconds}
+        args: dict[str, Any] = {
+            "measured_s": _seconds(one.seconds),
+            "predicted_s": _seconds(bar.step.predicted.seconds),
+        }
         if one.device_bytes is not None:
             args["measured_device_bytes"] = one.device_bytes
         threads = [(node, thread) for node, thread, _ in _threads(drawn, bar)]

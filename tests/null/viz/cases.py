@@ -13,7 +13,7 @@ from flowrl.planner.workload import Lengths, Workload
 GIB = 2**30
 SAMPLE, TRAIN = Mesh(0, 32), Mesh(32, 32)
 D8T4, F32, D4F8 = Layout.parse("d8t4"), Layout.parse("f32"), Layout.parse("d4f8")
-HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\u202e]]>-->"
+HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\u202e]]>-->\\😀–"
 """A name of a step, a node, a mesh or a column."""
 
 

@@ -1,12 +1,14 @@
 """The trace by the rules of Perfetto's importer of JSON, which drops what breaks them without a word.
 
-Its own trace processor is a binary that no package brings; so the rules are held here: known phases with the fields they need,
-times that are whole nanoseconds, slices of a thread that nest, arrows whose both ends hang on an open slice.
+The rules that are held here, where there is no trace processor: known phases with the fields they need, times that are whole
+nanoseconds, slices of a thread that nest, arrows whose both ends hang on an open slice. What Perfetto's own trace processor makes
+of traces is asked in tests/cpu/viz/test_trace_processor.py.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -49,6 +51,7 @@ def slices_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[
 
 
 def check(text: str) -> list[dict[str, Any]]:
+    assert not re.search(r"\\u[0-9a-f]{4}", text), "escapes of letters are shown as escapes, or are refused"
     whole = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     events: list[dict[str, Any]] = whole["traceEvents"]
     for event in events:
@@ -119,7 +122,9 @@ def test_the_rules_are_rules() -> None:
     whole = json.loads(small().to_trace())
     overlapping = [*whole["traceEvents"], {"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 1e6, "dur": 5e6}]
     with pytest.raises(AssertionError, match="overlaps"):
-        check(json.dumps({"traceEvents": overlapping}))
+        check(json.dumps({"traceEvents": overlapping}, ensure_ascii=False))
     moved = [event | ({"ts": 9e9} if event["ph"] == "s" else {}) for event in whole["traceEvents"]]
     with pytest.raises(AssertionError, match="hangs on nothing"):
-        check(json.dumps({"traceEvents": moved}))
+        check(json.dumps({"traceEvents": moved}, ensure_ascii=False))
+    with pytest.raises(AssertionError, match="escapes"):
+        check(json.dumps(whole))
