@@ -98,6 +98,14 @@ def can_split(shape: ModelShape, ranks: int, *, repeats_kv: bool = False) -> boo
     return has_heads and all(block % ranks == 0 for block in blocks)
 
 
+def is_cut_in_training(shape: ModelShape) -> bool:
+    """Whether the torch engine has tensor parallelism for a model that is trained or scores: layers as Llama's (Llama, Mistral,
+    Qwen2, Qwen3, SmolLM3), without adapters. Samplers have their own (`can_split`)."""
+    is_plain = shape.style == "llama" and shape.experts is None and shape.latent is None and shape.lora is None
+    two = ("input_layernorm", "post_attention_layernorm")
+    return is_plain and shape.qk_norm != "full" and shape.norms == two and not shape.is_norm_fp32
+
+
 def train_step(
     shape: ModelShape,
     cluster: Cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flowrl.cost.train import is_cut_in_training
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout, Mesh, Placement
 from flowrl.planner.options import all_options
@@ -16,12 +17,21 @@ MOST = 12
 def check_placement(problem: Problem) -> None:
     """Raise `ConfigError` for groups that have no place on the cluster, and for a layout that a role never has.
 
-    What only lacks memory passes: that no plan fits is said by `flowrl.planner.relax`.
+    Enough that it can be on some devices of each node (`Problem.parts`). What only lacks memory passes: that no plan fits is said
+    by `flowrl.planner.relax`.
     """
     if problem.placement is None:
         return
-    _check_devices(problem, problem.placement)
-    _check_layouts(problem)
+    refused: ConfigError | None = None
+    for part in problem.parts:
+        try:
+            _check_devices(part, problem.placement)
+            _check_layouts(part)
+            return
+        except ConfigError as error:  # what is said is of the whole cluster
+            refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 def _check_devices(problem: Problem, placement: Placement) -> None:
@@ -85,6 +95,10 @@ def _why_not(role: Role, asked: Layout, cluster: Cluster) -> str:
         return "only engines have stages (p)"
     if not role.is_engine and tp > 1 and shape.lora is not None:
         return "tensor parallelism (t) with adapters is not offered"
+    if not role.is_engine and tp > 1 and not is_cut_in_training(shape):
+        return (
+            "tensor parallelism (t) of trainers and scorers cuts layers as Llama's only; use shards (f) and copies (d)"
+        )
     if tp > per_node:
         return f"tensor parallelism stays inside a node, and one has {per_node} devices"
     if asked.pp > shape.layers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flowrl.cost.memory import TrainMemory, activation_token_bytes, logit_bytes, train_memory
 from flowrl.cost.offload import Offload, OptimizerState, StateCost, state_cost
 from flowrl.cost.shapes import ModelShape
-from flowrl.cost.train import TrainStep, can_split, forward_pass_s, train_step
+from flowrl.cost.train import TrainStep, can_split, forward_pass_s, is_cut_in_training, train_step
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.choices import Choices, Option, Setting
 from flowrl.planner.roles import Call, Role
@@ -29,15 +29,16 @@ def layouts(
     """How weights can be cut: over all devices, or over those of a node with a replica in each, with and without tensor
     parallelism.
 
-    Tensor parallelism stays inside a node; heads and feed-forward blocks must divide. Stages are not offered: a trainer's bubble
-    and its memory have formulas (`flowrl.cost.train`), its handover of weights has none. Nor is tensor parallelism with adapters.
+    Tensor parallelism stays inside a node; heads and feed-forward blocks must divide, and the engine must know how to cut the
+    model. Stages are not offered: a trainer's bubble and its memory have formulas (`flowrl.cost.train`), its handover of weights
+    has none.
     """
     per_node = cluster.devices_per_node
     found: list[Layout] = []
     degrees = choices.train_tensor_parallel if asked is None else (asked.tp,)
     for tp in sorted(degrees):
         node = min(per_node, mesh.size)
-        inside = tp == 1 or (node % tp == 0 and shape.lora is None and can_split(shape, tp))
+        inside = tp == 1 or (node % tp == 0 and is_cut_in_training(shape) and can_split(shape, tp))
         if not inside or mesh.size % tp:
             continue
         cuts = (mesh.size, per_node) if mesh.size > per_node else (mesh.size,)

@@ -132,6 +132,12 @@ class _Settings:
             case "forward", "micro_batch_tokens":
                 self.left.append(f"{step.name}: {setting}={value} (forward passes of '{name}' share sample_batch_tokens with its "
                                  "sampler)")  # fmt: skip
+            case "train" | "forward", "sequence_parallel" if value:
+                pass  # a mesh with tensor parallelism does so by itself
+            case "train" | "forward", "sequence_parallel":
+                self.left.append(
+                    f"{step.name}: {setting}={value} (ranks of a tensor-parallel group always share the tokens)"
+                )
             case "forward", "recompute":
                 pass  # a forward pass keeps nothing that could be computed again; its model's training step has the same setting
             case "sample", "utilization" if model.sampler == "vllm" and self.plan.cluster.device.name != CPU:
