@@ -540,7 +540,7 @@ class _Answer:
     """The rest of an earlier answer, instead of batches."""
 
 
-def _access(token: str) -> Any:
+def access(token: str) -> Any:
     """What lets in who shows the token, and keeps who that is."""
     from pyarrow import flight
 
@@ -578,7 +578,7 @@ def _service() -> Any:
             self.closing = threading.Event()
             self._clients, self._request_bytes = clients, request_bytes
             self._calls = _Calls(table, clients, self.closing)
-            super().__init__(location, tls_certificates=certificates, middleware={"access": _access(token)})
+            super().__init__(location, tls_certificates=certificates, middleware={"access": access(token)})
 
         @contextmanager
         def _call(self, context: Any, asked: bytes) -> Iterator[tuple[str, dict[str, Any], _Client]]:

@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from flowrl.engines.launch.across import LOOPBACK
 from flowrl.errors import FlowError, RunError
 
 POLL_S = 0.1
 """Between two looks at whether another rank has failed or is gone, while nothing is heard."""
 
+GONE = "its process is gone without a word: it was killed, or crashed"
+"""Of a rank that neither ended nor failed in its own words."""
+
 INTERRUPT = KeyboardInterrupt.__name__
 """Begins the error of a job that was interrupted, which is no failure of anybody."""
+
+Range = tuple[int, int]
+"""First byte and end, in a file."""
 
 Missing = Callable[[list[str]], str]
 """What a wait is for, in words, by the keys that are missing."""
@@ -92,6 +99,10 @@ class Board(Protocol):
     """Begun in this job so far; each has keys of its own."""
     folder: Path | None
     """In shared memory, for rows and weights between the ranks of this host; None where there is one rank."""
+    host_of: tuple[int, ...]
+    """Number of the host that each rank is on: ranks of one share the folder."""
+    address: str
+    """Of this host, for the other ones of the job."""
 
     def post(self, key: str, value: bytes) -> None:
         """Let all ranks read `value` under a key, which nobody has used before."""
@@ -117,9 +128,34 @@ class Board(Protocol):
         """Tell of a failure; the first one of the job, which may be another's."""
         ...
 
+    def bring(self, name: str, parts: Mapping[int, Sequence[Range]], size: int, *, timeout_s: float, what: str) -> int:
+        """Bring parts of a file in the folder from ranks of other hosts to the same places of the file here; bytes brought.
+
+        Args:
+            parts: rank that wrote -> first byte and end of each piece that it wrote.
+            size: of the whole file, in bytes.
+            what: in errors: what is waited for.
+
+        Errors: as of `get`.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the job: no rank waits for this one any more."""
         ...
+
+
+def mates(board: Board) -> list[int]:
+    """The ranks of this rank's host, itself too."""
+    here = board.host_of[board.rank]
+    return [rank for rank, host in enumerate(board.host_of) if host == here]
+
+
+def places_of(said: Mapping[int, str], rank: int, world: int) -> str:
+    """Where the other ranks are, in words, by what they said."""
+    others = [other for other in range(world) if other != rank]
+    found = [f"rank {one} was last in {said[one]}" if one in said else f"rank {one} has not begun" for one in others]
+    return ", ".join(found) or "there is no other rank"
 
 
 class Alone:
@@ -127,6 +163,8 @@ class Alone:
 
     rank, world = 0, 1
     folder: Path | None = None
+    host_of: tuple[int, ...] = (0,)
+    address = LOOPBACK
 
     def __init__(self) -> None:
         self.place = ""
@@ -152,6 +190,9 @@ class Alone:
 
     def fail(self, failure: Failure) -> Failure:
         return failure
+
+    def bring(self, name: str, parts: Mapping[int, Sequence[Range]], size: int, *, timeout_s: float, what: str) -> int:
+        raise RunError(f"{what}: there is no other host in this job")
 
     def close(self) -> None:
         self._said.clear()

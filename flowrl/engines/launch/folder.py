@@ -20,11 +20,12 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from flowrl.engines.launch.board import POLL_S, Failure, Missing, RankFailed
+from flowrl.engines.launch.across import LOOPBACK
+from flowrl.engines.launch.board import GONE, POLL_S, Failure, Missing, Range, RankFailed, places_of
 from flowrl.errors import RunError, WaitTimeout
 from flowrl.store import folders, futex
 
@@ -47,6 +48,27 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def hold(folder: Path, rank: int) -> int:
+    """Keep a job's folder, as one of its ranks, for as long as the descriptor that this gives is open.
+
+    Errors: RunError when the folder has gone.
+    """
+    try:
+        held = os.open(folder / f"process-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RunError(f"rank {rank} cannot join the job in {folder}: {error}; whoever started it has ended") from error
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folders.settled(folder)  # of whoever made it for itself and others: its own lock keeps the folder now
+    return held
+
+
+def leave(folder: Path, rank: int, held: int) -> None:
+    """Keep a folder no longer; the last one to leave removes it, if no launcher holds it."""
+    if folder.exists():
+        folders.remove_folder(folder, own_slot=rank)
+    os.close(held)
+
+
 class FolderBoard:
     """See `flowrl.engines.launch.board.Board`."""
 
@@ -56,19 +78,14 @@ class FolderBoard:
         self.num_runs = 0
         self.timeout_s = 0.0
         self.folder: Path | None = folder
+        self.host_of = (0,) * world
+        self.address = LOOPBACK
         self._here = folder
         self._count = 0
         self.place = ""
-        try:
-            self._lock = os.open(folder / f"process-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with open(folder / BELL, "r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        except OSError as error:
-            raise RunError(
-                f"rank {rank} cannot join the job in {folder}: {error}; whoever started it has ended"
-            ) from error
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folders.settled(folder)  # of whoever made it for itself and others: its own lock keeps the folder now
+        self._lock = hold(folder, rank)
+        with open(folder / BELL, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
         self._bell = ctypes.c_uint32.from_buffer(self._memory)
         self.post(f"came/{rank}", b"")
 
@@ -112,15 +129,15 @@ class FolderBoard:
         self._ring()
         return first
 
+    def bring(self, name: str, parts: Mapping[int, Sequence[Range]], size: int, *, timeout_s: float, what: str) -> int:
+        raise RunError(f"{what}: all ranks of this job are on one host")
+
     def close(self) -> None:
         if self._lock < 0:
             return
         if self._here.exists():
             self.post(f"ended/{self.rank}", b"")
-            folders.remove_folder(
-                self._here, own_slot=self.rank
-            )  # the last to leave does it, and no launcher that holds it
-        os.close(self._lock)
+        leave(self._here, self.rank, self._lock)
         self._lock = -1
 
     # --------------------------------------------------------------------------------------------------------- inside
@@ -161,18 +178,32 @@ class FolderBoard:
                 continue
             self._raise_failure()  # it may have said why in the meantime
             at = (self._read(f"at/{rank}") or b"").decode()
-            gone = Failure(rank, at, "its process is gone without a word: it was killed, or crashed")
+            gone = Failure(rank, at, GONE)
             raise RankFailed(self.fail(gone), self.place)
 
     def _places(self) -> str:
-        found = []
-        for rank in range(self.world):
-            if rank != self.rank:
-                at = self._read(f"at/{rank}")
-                found.append(
-                    f"rank {rank} was last in {at.decode()}" if at is not None else f"rank {rank} has not begun"
-                )
-        return ", ".join(found) or "there is no other rank"
+        said = {rank: self._read(f"at/{rank}") for rank in range(self.world)}
+        return places_of({rank: at.decode() for rank, at in said.items() if at is not None}, self.rank, self.world)
+
+
+class FolderWord:
+    """What a launcher on the host of all ranks hears and says of its job; see `flowrl.engines.launch.hub.Hub`, which does the
+    same for several hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fail(self, failure: Failure) -> Failure:
+        return fail(self._folder, failure)
+
+    def failure(self) -> Failure | None:
+        return failure_in(self._folder)
+
+    def place_of(self, rank: int) -> str:
+        return place_of(self._folder, rank)
+
+    def close(self) -> None:
+        pass
 
 
 def fail(folder: Path, failure: Failure) -> Failure:

@@ -1,7 +1,8 @@
 """How this process was started, read from its environment in one place.
 
-FLOWRL_JOB=/dev/shm/...  RANK  WORLD_SIZE       by `flowrl run --nproc N` (`flowrl.engines.launch.spawn`)
-RANK  WORLD_SIZE  MASTER_ADDR  MASTER_PORT      by torchrun
+FLOWRL_JOB=/dev/shm/...  RANK  WORLD_SIZE       by `flowrl run --nproc N` (`flowrl.engines.launch.spawn`), on one host
+the same and FLOWRL_ACROSS={...}                by Ray, on several hosts
+RANK  WORLD_SIZE  MASTER_ADDR  MASTER_PORT      by torchrun, on one host or several
 nothing                                         by hand: a job of one rank
 """
 
@@ -10,18 +11,23 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from flowrl.engines.launch.board import Alone, Board
-from flowrl.engines.launch.folder import FolderBoard
+from flowrl.engines.launch.across import Across
+from flowrl.engines.launch.board import Alone, Board, Failure
+from flowrl.engines.launch.folder import FolderBoard, fail
 from flowrl.errors import ConfigError
 
 JOB = "FLOWRL_JOB"
-MEETING = "flowrl.engines.launch.meeting:folder_of_job"
-"""Where processes that torchrun started agree on a folder; it imports torch."""
+ACROSS = "FLOWRL_ACROSS"
+MEETING = "flowrl.engines.launch.meeting:meet"
+"""Where processes that torchrun started agree on a folder, and on who is on which host; it imports torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +37,18 @@ class Place:
     rank: int = 0
     world: int = 1
     job: str = ""
-    """Folder of the job, where a launcher of FlowRL has made one."""
+    """Folder of the job in this host's memory, where a launcher of FlowRL has made one."""
+    across: Across | None = None
+    """Of a job on several hosts, where a launcher of FlowRL has made it."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
         """Errors: ConfigError for numbers that make no sense."""
         try:
             place = cls(
-                int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")), environment.get(JOB, "")
-            )
+                int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")), environment.get(JOB, ""),
+                Across.from_text(environment[ACROSS]) if environment.get(ACROSS) else None,
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"RANK and WORLD_SIZE are whole numbers, which a launcher sets; {error}") from error
         if not 0 <= place.rank < place.world:
@@ -47,10 +56,13 @@ class Place:
         return place
 
     def environment(self) -> dict[str, str]:
-        """For a rank whose job is all on one host: what `of` reads, what torch reads besides, and where modules are found."""
-        rank, world = str(self.rank), str(self.world)
+        """For a rank: what `of` reads, what torch reads besides, and where modules are found."""
+        host_of = (0,) * self.world if self.across is None else self.across.host_of
+        mates = [rank for rank, host in enumerate(host_of) if host == host_of[self.rank]]
         return {
-            "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, JOB: self.job,
+            "RANK": str(self.rank), "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(mates.index(self.rank)), "LOCAL_WORLD_SIZE": str(len(mates)),
+            JOB: self.job, ACROSS: "" if self.across is None else self.across.to_text(),
             "PYTHONPATH": os.pathsep.join(module_paths()),
         }  # fmt: skip
 
@@ -76,10 +88,40 @@ def join(*, timeout_s: float) -> Board:
 
 
 def _join(place: Place, timeout_s: float) -> Board:
+    if place.across is not None:
+        from flowrl.engines.launch.hub import HubBoard  # loads what a job on one host needs not
+
+        return HubBoard(place.across, Path(place.job), place.rank, place.world)
     if place.job:
         return FolderBoard(Path(place.job), place.rank, place.world)
     if place.world == 1:
         return Alone()
     module, _, name = MEETING.partition(":")
-    folder: Path = getattr(importlib.import_module(module), name)(place.rank, place.world, timeout_s=timeout_s)
-    return FolderBoard(folder, place.rank, place.world)
+    meet: Any = getattr(importlib.import_module(module), name)
+    _end_in_order()
+    board: Board = meet(place.rank, place.world, timeout_s=timeout_s)
+    return board
+
+
+def _end_in_order() -> None:
+    """What torchrun ends (SIGTERM, when another rank has failed) gives back its memory before it goes."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit("ended by SIGTERM, as torchrun ends all ranks when one has failed or is gone")
+
+
+def tell_failure(failure: Failure) -> None:
+    """Tell the job of this process, joined or not, that it failed; an earlier failure stays the first."""
+    place = Place.of(os.environ)
+    if _joined:
+        _joined[0].fail(failure)
+    elif place.across is not None:
+        from flowrl.engines.launch.hub import tell
+
+        tell(place.across, failure)
+    elif place.job:
+        fail(Path(place.job), failure)

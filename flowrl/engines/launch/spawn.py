@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.engines.launch.across import LOOPBACK, Across
 from flowrl.engines.launch.board import INTERRUPT, Failure
-from flowrl.engines.launch.folder import fail, failure_in, make_folder, place_of, remove_folder
+from flowrl.engines.launch.folder import FolderWord, make_folder, remove_folder
+from flowrl.engines.launch.hub import Hub
 from flowrl.engines.launch.place import Place
 from flowrl.errors import ConfigError, RunError
 from flowrl.store import folders
@@ -29,7 +31,13 @@ GRACE_S = 5.0
 
 
 def run_job(
-    entry: str, argument: Any, nproc: int, *, environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S
+    entry: str,
+    argument: Any,
+    nproc: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    grace_s: float = GRACE_S,
+    hosts: int = 1,
 ) -> None:
     """Call the function `entry` with `argument` in `nproc` processes, each a rank of one job, and wait for them.
 
@@ -37,33 +45,49 @@ def run_job(
         entry: `module:function` or `FILE.py:function`.
         argument: of JSON's types.
         environment: added to that of this process.
+        hosts: more than 1 treats neighbouring ranks, in as many equal parts, as if they were on hosts of their own: no memory in
+            common, rows by Arrow Flight, messages by the network. To try on one machine what a run on several does.
 
     Errors: RunError with the first error of any rank. No process, and nothing of the job in shared memory, is left.
     """
     if nproc < 1:
         raise ConfigError(f"a job has at least 1 process; found {nproc}")
-    folder = make_folder()
+    if hosts < 1 or nproc % hosts:
+        raise ConfigError(f"{nproc} processes on hosts in equal parts: 1, or a divisor of {nproc}; found {hosts} hosts")
+    folders_of = [make_folder() for _ in range(hosts)]
     running: list[subprocess.Popen[bytes]] = []
+    word: FolderWord | Hub | None = None
     try:
-        for rank in range(nproc):
-            running.append(_start(entry, argument, rank, nproc, folder, environment or {}))
-        failure = _wait(running, folder, grace_s)
+        word = FolderWord(folders_of[0]) if hosts == 1 else Hub(nproc)
+        for place in _places(nproc, folders_of, word):
+            running.append(_start(entry, argument, place, environment or {}))
+        failure = _wait(running, word, grace_s)
     except KeyboardInterrupt:
-        _let_end(running, folder, grace_s)
+        if word is not None:
+            _let_end(running, word, grace_s)
         raise
     finally:
         _end(running, grace_s)
-        remove_folder(folder)
+        if word is not None:
+            word.close()
+        for folder in folders_of:
+            remove_folder(folder)
         folders.reclaim_orphans()
     if failure is not None:
         raise RunError(failure.told())
 
 
-def _start(
-    entry: str, argument: Any, rank: int, nproc: int, folder: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    added = Place(rank, nproc, str(folder)).environment()
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # else each takes all processors
+def _places(nproc: int, folders_of: Sequence[Path], word: FolderWord | Hub) -> list[Place]:
+    if isinstance(word, FolderWord):
+        return [Place(rank, nproc, str(folders_of[0])) for rank in range(nproc)]
+    host_of = tuple(rank * len(folders_of) // nproc for rank in range(nproc))
+    across = Across(word.address, word.token, LOOPBACK, host_of)
+    return [Place(rank, nproc, str(folders_of[host]), across) for rank, host in enumerate(host_of)]
+
+
+def _start(entry: str, argument: Any, place: Place, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    added = place.environment()
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // place.world))}  # else each takes all processors
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps({"entry": entry, "argument": argument})],
         stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
@@ -71,7 +95,7 @@ def _start(
     )
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: float) -> Failure | None:
+def _wait(running: Sequence[subprocess.Popen[bytes]], word: FolderWord | Hub, grace_s: float) -> Failure | None:
     """Until all have ended, or some time after the first that failed."""
     until: float | None = None
     codes: dict[int, int] = {}
@@ -83,19 +107,19 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: flo
             codes[rank] = code
             if code and until is None:
                 until = time.monotonic() + grace_s
-                fail(folder, Failure(rank, place_of(folder, rank), _how(code)))
+                word.fail(Failure(rank, word.place_of(rank), _how(code)))
         if until is not None and time.monotonic() >= until:
             break
-    return failure_in(folder)
+    return word.failure()
 
 
-def _let_end(running: Sequence[subprocess.Popen[bytes]], folder: Path, grace_s: float) -> None:
+def _let_end(running: Sequence[subprocess.Popen[bytes]], word: FolderWord | Hub, grace_s: float) -> None:
     """After Ctrl-C, which ranks hear as well: let them write what they have. Who did not hear it learns it from the board."""
     for until in (time.monotonic() + grace_s / 2, time.monotonic() + grace_s):
         while (left := [one for one in running if one.poll() is None]) and time.monotonic() < until:
             _ended(left, range(len(left)), until - time.monotonic())
         if left:
-            fail(folder, Failure(0, place_of(folder, 0), f"{INTERRUPT}: the launcher was interrupted"))
+            word.fail(Failure(0, word.place_of(0), f"{INTERRUPT}: the launcher was interrupted"))
 
 
 def _ended(

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.engines.launch.board import Failure, RankFailed
-from flowrl.engines.launch.folder import fail
-from flowrl.engines.launch.place import JOB, Place
+from flowrl.engines.launch.place import Place, tell_failure
 from flowrl.errors import ConfigError
 
 FAILED = 1
@@ -41,8 +40,7 @@ def attempt(entry: str, argument: Any) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:  # told to the launcher, which prints the first error of the job once
-        place = Place.of(os.environ)
-        fail(Path(os.environ[JOB]), Failure.of(place.rank, "the beginning", error))
+        tell_failure(Failure.of(Place.of(os.environ).rank, "the beginning", error))
         return FAILED
     return 0
 

@@ -2,15 +2,18 @@
 
 workers of a step     share(key, ...)   each posts its part; all have the whole
 other ranks           share(key, ...)   wait for the parts, and have the whole too
+parts of other hosts  the first rank of a host that comes brings them there, for all of its ranks
 an iteration later    everything of the step is removed, when all ranks have ended it
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +22,7 @@ import numpy as np
 from flowrl.engines.launch.board import Board
 from flowrl.errors import RunError
 from flowrl.runtime.ranks import packed, segment
-from flowrl.runtime.ranks.segment import Arrays
+from flowrl.runtime.ranks.segment import Arrays, Placing
 from flowrl.store.rows import RowBatch
 
 
@@ -44,7 +47,7 @@ class Exchange:
     waited_s: float = 0.0
     """For other ranks, since `begin`."""
     num_bytes: int = 0
-    """Of parts that this rank has written, since `begin`."""
+    """Of parts that this rank has written or brought from other hosts, since `begin`."""
     _files: dict[int, list[str]] = field(default_factory=dict)
     """Step -> keys whose file this rank removes."""
     _posted: dict[int, list[str]] = field(default_factory=dict)
@@ -80,11 +83,32 @@ class Exchange:
             part = list(workers).index(self.rank)
             segment.write(path, placing, part, mine[0])
             self.num_bytes += sum(array.nbytes for array in mine[0].values())
-            if part == 0:
-                self._files.setdefault(self.step, []).append(path.name)
+            self._files.setdefault(self.step, []).append(path.name)
             self._post(f"{key}/there/{self.rank}", None)
         self._get(f"{key}/there", workers, edge)
+        self._bring(key, workers, placing, path, edge)
         return Whole(segment.read(path, placing), tuple(one for _, one in said))
+
+    def _bring(self, key: str, workers: Sequence[int], placing: Placing, path: Path, edge: str) -> None:
+        """Have the parts of other hosts in this host's memory."""
+        host_of = self.board.host_of
+        here = host_of[self.rank]
+        parts = {
+            rank: places
+            for part, rank in enumerate(workers)
+            if host_of[rank] != here and (places := segment.pieces(placing, part))
+        }
+        if not parts:
+            return
+        if not _is_first(path.with_suffix(".brought")):
+            self._get(f"{key}/brought", [here], edge, of="host")
+            return
+        self._files.setdefault(self.step, []).extend((path.name, path.with_suffix(".brought").name))
+        start = time.perf_counter()
+        what = f"in step {self.step} for {edge} from {named(sorted(parts))}"
+        self.num_bytes += self.board.bring(path.name, parts, placing.num_bytes, timeout_s=self.timeout_s, what=what)
+        self.waited_s += time.perf_counter() - start
+        self._post(f"{key}/brought/{here}", None)
 
     def rows(
         self, key: str, workers: Sequence[int], mine: RowBatch | None, edge: str, note: Any = None
@@ -144,23 +168,60 @@ class Exchange:
         self._posted.setdefault(self.step, []).append(key)
         self.board.post(key, pickle.dumps(value))
 
-    def _get(self, key: str, ranks: Sequence[int], edge: str) -> list[bytes]:
+    def _get(self, key: str, ranks: Sequence[int], edge: str, of: str = "rank") -> list[bytes]:
         start = time.perf_counter()
         try:
             return self.board.get(
-                [f"{self.run}/{key}/{rank}" for rank in ranks], timeout_s=self.timeout_s, what=_waiting(self.step, edge)
-            )
+                [f"{self.run}/{key}/{rank}" for rank in ranks], timeout_s=self.timeout_s,
+                what=_waiting(self.step, edge, of),
+            )  # fmt: skip
         finally:
             self.waited_s += time.perf_counter() - start
 
 
-def _waiting(step: int, edge: str) -> Callable[[list[str]], str]:
+@dataclass(frozen=True, slots=True)
+class AllRanks:
+    """The ranks of a run as those that write one checkpoint; see `flowrl.runtime.checkpoints.Together`."""
+
+    exchange: Exchange
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    def tell(self, what: str, value: str) -> str:
+        told: str = self.exchange.tell(self._key(what), 0, value, f"the {what} of a checkpoint")
+        return told
+
+    def meet(self, what: str) -> None:
+        for rank in range(self.exchange.board.world):
+            self.exchange.tell(f"{self._key(what)}/{rank}", rank, None, f"the {what} of a checkpoint")
+
+    def _key(self, what: str) -> str:
+        return f"{self.exchange.step}/checkpoint/{what}"
+
+
+def _is_first(claim: Path) -> bool:
+    """Whether this process makes a file that none has made before."""
+    try:
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return True
+    except FileExistsError:
+        return False
+
+
+def _waiting(step: int, edge: str, of: str) -> Callable[[list[str]], str]:
     def text(missing: list[str]) -> str:
-        ranks = sorted({int(key.rpartition("/")[2]) for key in missing})
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        numbers = sorted({int(key.rpartition("/")[2]) for key in missing})
+        who = named(numbers) if of == "rank" else f"the rank of host {numbers[0]} that brings them from other hosts"
         return f"in step {step} for {edge} from {who}"
 
     return text
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def lengths_of(rows: RowBatch, name: str) -> np.ndarray:

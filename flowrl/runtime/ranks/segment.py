@@ -117,6 +117,17 @@ def write(path: Path, placing: Placing, part: int, arrays: Arrays) -> None:
         os.close(descriptor)
 
 
+def pieces(placing: Placing, part: int) -> list[tuple[int, int]]:
+    """Where a part lies: first byte and end of each array that it has values of."""
+    found = []
+    for slot in placing.slots:
+        row_bytes = int(np.prod(slot.shape[1:], dtype=np.int64)) * np.dtype(slot.dtype).itemsize
+        first, stop = (slot.start + row_bytes * row for row in slot.firsts[part : part + 2])
+        if stop > first:
+            found.append((first, stop))
+    return found
+
+
 def read(path: Path, placing: Placing) -> dict[str, np.ndarray]:
     """All parts, mapped and read-only; the memory stays for as long as an array of it does, even when the file goes."""
     if not placing.num_bytes:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from flowrl.engines.launch.board import mates
 from flowrl.errors import RunError
 from flowrl.graph.code import Place
 from flowrl.graph.nodes import Node
@@ -105,7 +106,7 @@ class Operate:
         if desk.is_alone:
             return run_operator(call, rows, state=state, place=place, workers=workers)
         if workers is None and call.processes and named_elsewhere(call):
-            workers = max(1, default_workers() // desk.exchange.board.world)  # ranks share the processors of the host
+            workers = max(1, default_workers() // len(mates(desk.exchange.board)))  # they share the host's processors
         bounds = _bounds(call, rows, len(desk.workers))
         ranks = _working(desk.workers, bounds)
         mine, failed = None, (0, "")
