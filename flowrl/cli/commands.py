@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import time
@@ -84,6 +85,27 @@ def run(args: argparse.Namespace) -> int:
             say_where(recipe.options.out, name, "failed", began)
         raise
     return OK
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Give the command that started a run again, with its folder to go on from."""
+    from flowrl.cli.parser import build_parser
+    from flowrl.runtime.checkpoints import Checkpoint
+    from flowrl.runtime.rundir import RunDir
+
+    found = Checkpoint.find(args.path)
+    told = RunDir.open(found.run).info.get("options", {}).get("command")
+    if not told:
+        raise ConfigError(
+            f"run '{found.run}' was not started by `flowrl run`, so its command is not known; run your script with "
+            f"resume={str(found.run)!r}"
+        )
+    given = {"--steps": args.steps, "--plan": args.plan, "--nproc": args.nproc}
+    more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    arguments = [*told, *more, "--set", f"resume={json.dumps(str(args.path))}"]
+    again = build_parser("", "").parse_args(arguments)
+    again.arguments = arguments
+    return run(again)
 
 
 def say_finished(name: str, run: Run) -> None:
@@ -233,6 +255,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "show": show,
     "run": run,
+    "resume": resume,
     "plan": plan,
     "explain": plan,
     "diff": plan,
@@ -250,11 +273,25 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of a target, with the settings file, the command line and the file of a plan laid over it."""
     recipe = _recipe(args)
+    told = _without_resume(getattr(args, "arguments", ()))
+    if told:
+        recipe = recipe.replace(options=recipe.options.updated({"command": told}))
+    if getattr(args, "checkpoint_every", None) is not None:
+        recipe = recipe.replace(options=recipe.options.updated({"checkpoint_every": args.checkpoint_every}))
     if getattr(args, "plan", None) is None:
         return recipe
     from flowrl.planner.steps import Plan
 
     return recipe.replace(plan=Plan.load(args.plan))
+
+
+def _without_resume(arguments: Sequence[str]) -> tuple[str, ...]:
+    """A command as it was before `flowrl resume` gave it again."""
+    kept = list(arguments)
+    for index in range(len(kept) - 2, -1, -1):
+        if kept[index] == "--set" and kept[index + 1].startswith("resume="):
+            del kept[index : index + 2]
+    return tuple(kept)
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -54,6 +54,7 @@ examples:
   flowrl run my_project/runs.py:small                   a function without arguments that returns a Recipe
   flowrl run my_project/runs.py:small --plan plan.json --nproc 4
   flowrl run my_project/runs.py:small --plan plan.json --launcher ray
+  flowrl run my_project/runs.py:small --checkpoint-every 20     then, should it stop: flowrl resume runs/small-1
   torchrun --nproc-per-node 4 -m flowrl.cli run my_project/runs.py:small --plan plan.json
 
 What is given here wins over the settings file, key by key. The null engine needs no models. A model is a Hugging Face
@@ -172,6 +173,14 @@ examples:
 
 Writes the folder flowrl-my-rewards: an operator, a loss, their tests, a workflow that runs them, a README. Then
   pip install -e 'flowrl-my-rewards[dev]' && pytest flowrl-my-rewards && flowrl ops list""",
+    "resume": """\
+examples:
+  flowrl resume runs/grpo-1
+  flowrl resume runs/grpo-1 --steps 400                         after it has ended: more of it
+  flowrl resume runs/grpo-1/checkpoints/step_000100             from an older one
+  flowrl resume runs/grpo-1 --plan plan-of-4.json --nproc 4     on other devices
+
+The command that started the run is given again (run.json has it), in this folder. Needs a run with --checkpoint-every.""",
     "runs": """\
 example:
   flowrl runs show runs/grpo-1""",
@@ -310,6 +319,8 @@ def build_parser(version: str, options_help: str) -> Parser:
     pack.add_argument("name", metavar="NAME", help="of the pack: my-rewards gives flowrl-my-rewards, flowrl_my_rewards")
     pack.add_argument("--into", metavar="DIR", default=".", help="folder it is written into; default: here")
 
+    _resume_command(commands)
+
     runs = _command(commands, "runs", "look at runs that were written")
     runs_commands = runs.add_subparsers(dest="runs_command", metavar="COMMAND", required=True, parser_class=Parser)
     of_run = _command(runs_commands, "runs show", "status and last metrics of a run")
@@ -371,10 +382,25 @@ def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str
         default=1800.0,
         help="longest wait of a process for another one; default: 1800",
     )
+    run.add_argument(
+        "--checkpoint-every", type=int, metavar="N", help="keep what is needed to resume the run, every N steps"
+    )
     _pairs(run, "--model", "NAME=SOURCE", "models: a Hugging Face name, a path, or FILE.py:FUNCTION")
     _pairs(run, "--data", "NAME=FILE", "data sets: JSONL or Parquet files")
     _pairs(run, "--set", "OPTION=VALUE", f"run options: {options_help}")
     _configuration(run, with_settings=True)
+
+
+def _resume_command(commands: argparse._SubParsersAction[Parser]) -> None:
+    resume = _command(commands, "resume", "go on with a run from its newest checkpoint")
+    resume.add_argument(
+        "path", metavar="RUN", help="folder of the run, such as runs/grpo-1, or of one of its checkpoints"
+    )
+    resume.add_argument(
+        "--steps", type=int, metavar="N", help="iterations of the whole run; default: as it was given then"
+    )
+    resume.add_argument("--plan", metavar="PLAN.json", help="on other devices than then")
+    resume.add_argument("--nproc", type=int, metavar="N", help="processes of this host, where the plan is another one")
 
 
 def _view_command(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -75,7 +75,9 @@ def as_rank(said: dict[str, Any]) -> None:
     from flowrl.cli.commands import recipe_of, say_finished, say_where
     from flowrl.cli.parser import build_parser
 
-    recipe = recipe_of(build_parser("", "").parse_args(said["arguments"]))
+    args = build_parser("", "").parse_args(said["arguments"])
+    args.arguments = said["arguments"]
+    recipe = recipe_of(args)
     name, began = recipe.options.name or recipe.graph.name, time.time()
     try:
         with run_recipe(recipe, timeout_s=said["timeout_s"]) as done:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.cost.offload import Offload
+from flowrl.engines import saved
 from flowrl.engines.forward import Forward
 from flowrl.engines.loading import Loaded, load
 from flowrl.engines.modules import context_length, embedding_rows
@@ -421,6 +422,18 @@ class TorchHost:
     def model(self) -> Model:
         """The model as it is now, its source the live module (copied by whatever opens it)."""
         self.onload()
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        """Write what `read_state` goes on from, in tensors that any layout can read. Errors: EngineError, as of a full disk."""
+        if is_first:
+            with self._home.brought(writes=False):
+                saved.write(self, Path(path), group=None, is_first=True)
+
+    def read_state(self, path: str) -> None:
+        """Go on from what `write_state` has written. Errors: EngineError for another model, or a damaged folder."""
+        self.onload()
+        self._is_changed = True
+        saved.read(self, Path(path), group=None)
+
         tokenizer = self.tokenizer if self._hf_tokenizer is None else self._hf_tokenizer
         return replace(self.spec, source=self.module, tokenizer=None if isinstance(tokenizer, IdsOnly) else tokenizer)
 

@@ -198,11 +198,28 @@ class NullHost:
         self.version += 1
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.weights.tolist(), "version": self.version}
+        return {"weights": self.weights.tolist(), "base": self.base.tolist(), "version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.weights = np.asarray(state["weights"], float)
+        self.base = np.asarray(state.get("base", self.base), float)
         self.version = int(state["version"])
+
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        if is_first:
+            self.save(path)
+
+    def read_state(self, path: str) -> None:
+        try:
+            state = json.loads((Path(path) / "null.json").read_text())
+        except (OSError, ValueError) as error:
+            raise EngineError(f"the state of model '{self.name}' cannot be read from '{path}': {error}") from error
+        if len(state["base"]) != len(self.base):
+            raise EngineError(
+                f"the checkpoint in '{path}' is of a model '{self.name}' with {len(state['base'])} tokens, and this one has "
+                f"{len(self.base)}; resume with the models that the run was started with"
+            )
+        self.restore(state)
 
     def model(self) -> Model:
         return replace(self.spec, tokenizer=self.tokenizer)

@@ -223,6 +223,17 @@ class Host(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        """Write what `read_state` goes on from into a folder. Every rank that holds the model calls it, one of them as the first.
+
+        Errors: EngineError with what the file system said.
+        """
+        ...
+
+    def read_state(self, path: str) -> None:
+        """Go on from what `write_state` has written. Errors: EngineError for another model, or a damaged folder."""
+        ...
+
     def model(self) -> Model:
         """The model as it is now (its source the live module), to give to another run without going through a file."""
         ...

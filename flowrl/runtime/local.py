@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph, Node
 from flowrl.graph.passes import optimise
 from flowrl.model import Model
-from flowrl.runtime.context import Table, Value
+from flowrl.runtime.checkpoints import Alone, Checkpoint, Live, Saver, Together
+from flowrl.runtime.context import Memory, Table, Value
 from flowrl.runtime.data import Data
 from flowrl.runtime.executor import Executor
 from flowrl.runtime.observe import Observation, describe
@@ -156,6 +158,8 @@ def run_local(
         options: an `Options`; single options may also be given by name (`batch=8, max_tokens=64, progress="off"`).
         inputs: one value for each input of the flow: data (list of dicts, Arrow table, Hugging Face data set, JSONL path, or
             `fr.Data`) for tables, `fr.Model` (or a Hugging Face name or path) for models.
+        resume: an option: the folder of a run, which goes on from its newest checkpoint (`checkpoint_every=10` writes one every
+            ten steps) as if it had never stopped; everything else as it was given then, and `steps` counted from its beginning.
         plan: executed step by step, with its settings on the models; the numbers are those of a run without it and with these
             settings. `run.compare()` tells predicted from measured.
 
@@ -181,18 +185,49 @@ def run_local(
     bound: Bound | None = None
     if plan is not None:
         prepared, bound = _bound(plan, prepared, settings)
+    checkpoint = find_checkpoint(prepared.graph, settings, steps=steps, seed=seed, engine=engine)
     hosts = open_hosts(prepared.graph, prepared.models, engine, seed)
     if bound is not None:
         bound.check_hosts(hosts)
+    live = Live(prepared.graph, hosts, prepared.data, Memory())
+    if checkpoint is not None:
+        _read(checkpoint, live, hosts)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
     about = describe_run(prepared, settings, bound, drift, steps=steps, seed=seed, engine=engine)
-    with Observation(run, settings, about, steps=steps, bound=bound) as observation:
-        executor = _executor(prepared, hosts, seed, settings, observation, bound)
-        for step in range(steps):
+    with Observation(run, settings, about, steps=steps, bound=bound, resumed=checkpoint) as observation:
+        executor = _executor(prepared, live, seed, settings, observation, bound)
+        saver = saver_of(run.path, settings, about)
+        for step in range(0 if checkpoint is None else checkpoint.step, steps):
             observation.step_begins(step)
             run.last, log = executor.step(step)
             observation.step_done(step, log)
+            if saver.is_due(step + 1, steps):
+                observation.save(step, partial(saver.write, step + 1, live))
     return run
+
+
+def find_checkpoint(graph: Graph, settings: Options, *, steps: int, seed: int, engine: str) -> Checkpoint | None:
+    """The one that the options ask to resume from. Errors: as of `Checkpoint.find` and `Checkpoint.check`."""
+    if settings.resume is None:
+        return None
+    found = Checkpoint.find(settings.resume)
+    found.check(graph, steps=steps, seed=seed, engine=engine, allow_drift=settings.allow_drift)
+    return found
+
+
+def saver_of(path: Path | None, settings: Options, about: Mapping[str, Any], together: Together | None = None) -> Saver:
+    """What writes the checkpoints of a run in this folder."""
+    said = {"seed": about["seed"], "engine": about["engine"], "plan": about.get("plan", {}).get("hash")}
+    return Saver(path, settings.checkpoint_every, settings.checkpoint_keep, said, together or Alone())
+
+
+def _read(checkpoint: Checkpoint, live: Live, hosts: Mapping[str, Host]) -> None:
+    try:
+        checkpoint.read(live)
+    except BaseException:
+        for host in hosts.values():
+            host.close()
+        raise
 
 
 def _bound(plan: Plan, prepared: Prepared, settings: Options) -> tuple[Prepared, Bound]:
@@ -204,7 +239,7 @@ def _bound(plan: Plan, prepared: Prepared, settings: Options) -> tuple[Prepared,
 
 def _executor(
     prepared: Prepared,
-    hosts: dict[str, Host],
+    live: Live,
     seed: int,
     settings: Options,
     observation: Observation,
@@ -212,8 +247,9 @@ def _executor(
 ) -> Executor:
     shared: dict[str, Any] = {
         "graph": prepared.graph,
-        "hosts": hosts,
-        "data": prepared.data,
+        "hosts": live.models,
+        "data": live.data,
+        "memory": live.memory,
         "seed": seed,
         "max_tokens": settings.max_tokens,
         "before": observation.node_begins,

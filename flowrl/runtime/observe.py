@@ -6,10 +6,11 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import metadata
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -55,26 +56,54 @@ class Observed(Protocol):
     hosts: dict[str, Host]
 
 
+class Resumed(Protocol):
+    """Where a run goes on; see `flowrl.runtime.checkpoints.Checkpoint`."""
+
+    @property
+    def run(self) -> Path: ...
+
+    @property
+    def step(self) -> int: ...
+
+
 class Observation:
     """Context manager around the steps of a run: opens the files, follows every node and step, closes the files."""
 
     def __init__(
-        self, run: Observed, options: Options, info: Mapping[str, Any], *, steps: int, bound: Bound | None = None
+        self,
+        run: Observed,
+        options: Options,
+        info: Mapping[str, Any],
+        *,
+        steps: int,
+        bound: Bound | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
-        """`bound`: the plan that is executed; its steps are measured, and kept in the run where there is no folder for them."""
+        """Args:
+        bound: the plan that is executed; its steps are measured, and kept in the run where there is no folder for them.
+        resumed: where the run goes on; None: it begins.
+        """
         self.run = run
         self.options = options
         self.step = 0
         self.started = 0.0
         self.planned = {} if bound is None else bound.program.steps
-        self.keeps_events = bound is not None and options.out is None
+        self.keeps_events = bound is not None and options.out is None and resumed is None
         self.meter = open_meter(host.device for host in run.hosts.values())
         self.writers = trained_writers(run.graph)
         self.folder: RunDir | None = None
         check_installed(options.trackers)  # a run that cannot be followed as asked leaves no folder behind
         name = options.name or (run.graph.name if run.graph.name.isidentifier() else "run")  # a lambda has no name
-        if options.out is not None:
+        if resumed is not None:
+            self.folder = RunDir.resume(resumed.run, resumed.step)
+            run.metrics.extend(
+                {key: value for key, value in row.items() if key != "step"}
+                for row in self.folder.metrics()
+                if row["step"] < resumed.step
+            )
+        elif options.out is not None:
             self.folder = RunDir.create(options.out, name)
+        if self.folder is not None:
             run.path = self.folder.path
             self.folder.write_graph(str(run.graph))
             self.folder.write_info(info)
@@ -221,6 +250,15 @@ class Observation:
                 self.folder.write_samples(step, samples)
                 self.folder.flush()
         self.progress.step(step, numbers, sample=samples[0] if samples else None, notes=notes)
+
+    def save(self, step: int, write: Callable[[], int]) -> None:
+        """Trace a checkpoint, whose bytes `write` gives."""
+        self.progress.phase("checkpoint")
+        start = time.perf_counter()
+        num_bytes = write()
+        self._add(Event("save", "checkpoint", step, start, time.perf_counter(), 0, num_bytes))
+        if self.folder is not None:
+            self.folder.flush()
 
     def _say(self, notes: tuple[str, ...]) -> None:
         """What became known after the last step: as a note of that step, and on stderr."""

@@ -46,8 +46,18 @@ class Options:
     """Run a graph's text although operators, losses or functions it names have changed since it was written; `run.json` then
     says which, under `drift`. False refuses it."""
 
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next, in the run's folder; one more after the last step. None writes none."""
+    checkpoint_keep: int = 2
+    """Newest checkpoints that stay."""
+    resume: str | None = None
+    """Folder of a run that goes on from its newest checkpoint, in the same folder; or of one of its checkpoints. `steps` counts
+    from the beginning of the run."""
+    command: tuple[str, ...] = ()
+    """Arguments of the command that started the run, which `flowrl resume` gives again."""
+
     def __post_init__(self) -> None:
-        for name in ("batch", "max_tokens"):
+        for name in ("batch", "max_tokens", "checkpoint_keep"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"option '{name}' is a whole number of at least 1; found {value!r}")
@@ -56,6 +66,13 @@ class Options:
         workers = self.reward_workers
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
             raise ConfigError(f"option 'reward_workers' is a whole number of at least 0, or None; found {workers!r}")
+        every = self.checkpoint_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigError(f"option 'checkpoint_every' is a number of steps of at least 1, or None; found {every!r}")
+        if every is not None and self.out is None and self.resume is None:
+            raise ConfigError("checkpoints lie in the run's folder, and out=None writes none; give out= a folder")
+        if self.resume is not None and not isinstance(self.resume, str | Path):
+            raise ConfigError(f"option 'resume' is the folder of a run, or of a checkpoint; found {self.resume!r}")
         if self.out is not None and not isinstance(self.out, str | Path):
             raise ConfigError(f"option 'out' is a folder, or None to write nothing; found {self.out!r}")
         if self.name is not None and not isinstance(self.name, str):

@@ -280,14 +280,17 @@ def _are_ids(items: Sequence[Any]) -> bool:
     return all(isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in items)
 
 
+def open_buffer(capacity: int) -> ExperienceTable:
+    """An empty table for so many rows of whole groups."""
+    return ExperienceTable(max_rows=capacity, keep_together="buffer/key", memory="private")
+
+
 def buffer(node: Node, context: Context) -> Table:
     table = context.table(node)
     path = context.path + node.name
     kept = context.memory.buffers.get(path)
     if kept is None:
-        kept = context.memory.buffers[path] = ExperienceTable(
-            max_rows=node["capacity"], keep_together="buffer/key", memory="private"
-        )
+        kept = context.memory.buffers[path] = open_buffer(node["capacity"])
     fresh = table.batch
     # groups of different steps are different groups even when their prompt is the same
     by = node.get("by")

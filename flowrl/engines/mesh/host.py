@@ -19,6 +19,7 @@ from flowrl.engines.host_torch import PRECISIONS, TorchHost, check_uses, refuse_
 from flowrl.engines.loading import Loaded, find_pretrained, load, tokenizer_of
 from flowrl.engines.mesh.passes import Passes
 from flowrl.engines.mesh.ranks import RankMesh
+from flowrl.engines import saved
 from flowrl.engines.mesh.sharding import Precision, shard
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.sources import Safetensors, Source, empty_module, missing, safetensors_files
@@ -26,8 +27,7 @@ from flowrl.engines.mesh.trainer import MeshTrainer
 from flowrl.engines.mesh.weights import MeshWeights
 from flowrl.engines.packing import Batch
 from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions, TokenRows
-from flowrl.engines.trainer_torch import ADAM_STATE
-from flowrl.errors import EngineError
+from flowrl.errors import ConfigError, EngineError
 from flowrl.model import Model
 
 
@@ -182,14 +182,7 @@ class MeshHost(TorchHost):
             "counters": {"version": self.version, "steps": self.trainer.steps if self.trainer else 0},
         }
         if self.trainer is not None:
-            held = self.trainer.optimizer.state
-            for master in self.trainer.trained.values():
-                if not held.get(master):
-                    held[master] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                        **{key: torch.zeros_like(master, requires_grad=False) for key in ADAM_STATE[1:]},
-                    }
-            state["optimizer"] = {name: dict(held[master]) for name, master in self.trainer.trained.items()}
+            state["optimizer"] = self.trainer.store.held()
         return state
 
     def restored(self, state: Mapping[str, Any]) -> None:
@@ -213,6 +206,20 @@ class MeshHost(TorchHost):
         writes = self.mesh.rank == 0
         gathered = {}
         for name, tensor in (*self.weights.parameters.items(), *self.weights.buffers.items()):
+            self.trainer.store.took(state["optimizer"])
+
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        """As of `TorchHost`; every rank of the mesh calls it, and each writes its own part."""
+        first = self.mesh.rank == 0
+        with self._home.brought(writes=False), self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
+            saved.write(self, Path(path), group=self.mesh.control, is_first=first)
+
+    def read_state(self, path: str) -> None:
+        """As of `TorchHost`, also what another layout, or one process, has written; every rank of the mesh calls it."""
+        self.onload()
+        self._is_changed = True
+        with self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
+            saved.read(self, Path(path), group=self.mesh.control)
             value = self.weights.whole(tensor)
             if writes:
                 gathered[name] = value.to("cpu", PRECISIONS[self.spec.precision] if value.is_floating_point() else None)

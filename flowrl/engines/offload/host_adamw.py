@@ -42,6 +42,12 @@ class HostAdamW:
     def load(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         self.state.take(entries)
 
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        return self.state.held(self._parameters)
+
+    def took(self, held: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.state.steps = {name: step for name, entry in held.items() if (step := float(entry["step"]))}
+
     def tensors(self) -> Iterator[Tensor]:
         return iter(())  # nothing on the device between steps
 

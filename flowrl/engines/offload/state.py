@@ -73,6 +73,16 @@ class HostState:
             for name, step in self.steps.items()
         }
 
+    def held(self, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """As `moments`, of all parameters, in this very memory: of a DTensor, one whose shard is on the host."""
+        return {
+            name: {
+                "step": torch.tensor(self.steps.get(name, 0.0), dtype=torch.float32),
+                **{kind: _laid_as(self.part(kind, name), parameter) for kind in MOMENTS},
+            }
+            for name, parameter in parameters.items()
+        }
+
     def take(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """What `moments` gave, or whole tensors of processes that hold all; parameters left out start anew."""
         self.steps = {name: float(entry["step"]) for name, entry in entries.items()}
@@ -121,3 +131,10 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
         local.to(parameter.device), parameter.device_mesh, parameter.placements, run_check=False,
         shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip
+
+
+def _laid_as(local: Tensor, parameter: Tensor) -> Tensor:
+    """Without moving anything, as `DTensor.from_local` would to the device of the mesh."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor(local, parameter._spec, requires_grad=False)

@@ -38,6 +38,15 @@ class OptimizerStore(Protocol):
         """Take entries whose moments are laid out as the masters are; parameters left out start anew."""
         ...
 
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """Of every trained parameter `step` and moments, laid out as its master: its own memory where it can be, to be read from
+        and written into. What is not there yet is made, of zeros."""
+        ...
+
+    def took(self, held: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """After others have written into what `held` gave."""
+        ...
+
     def tensors(self) -> Iterator[Tensor]:
         """Its state on the device."""
         ...
@@ -84,6 +93,19 @@ class ResidentAdamW:
             master = self._masters[name]
             step = torch.tensor(float(entry["step"]), dtype=torch.float32, device=master.device)
             self.optimizer.state[master] = {"step": step, **{key: entry[key] for key in MOMENTS}}
+
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        state = self.optimizer.state
+        for master in self._masters.values():
+            if not state.get(master):
+                state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    **{key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS},
+                }
+        return {name: dict(state[master]) for name, master in self._masters.items()}
+
+    def took(self, held: Mapping[str, Mapping[str, Tensor]]) -> None:
+        pass  # its own tensors were written into
 
     def tensors(self) -> Iterator[Tensor]:
         for entry in self.optimizer.state.values():

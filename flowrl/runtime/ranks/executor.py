@@ -157,6 +157,11 @@ class RankExecutor(PlannedExecutor):
 
     # --------------------------------------------------------------------------------------------------------- weights
 
+    def resumed(self) -> None:
+        """The sites that have the newest weights have read them; the others get them when they are used."""
+        places = self.desk.places
+        self._behind = {model: {site.name for site in places.others(model)} for model in places.main}
+
     def _changed(self, node: Node, path: str) -> None:
         """Note which sites lack the weights that a node has made; every rank notes the same."""
         for model in self._models_changed(node, path):

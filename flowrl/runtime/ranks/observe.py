@@ -26,7 +26,15 @@ class RankObservation(Observation):
     """One rank's view of a run; only rank 0 has metrics, samples and a live view."""
 
     def __init__(
-        self, run: Observed, options: Options, info: Mapping[str, Any], *, steps: int, bound: Bound, exchange: Exchange
+        self,
+        run: Observed,
+        options: Options,
+        info: Mapping[str, Any],
+        *,
+        steps: int,
+        bound: Bound,
+        exchange: Exchange,
+        resumed: Resumed | None = None,
     ) -> None:
         self._exchange = exchange
         self._trace_file: TraceWriter | None = None
@@ -35,7 +43,13 @@ class RankObservation(Observation):
         path = exchange.tell(
             "-1/folder", 0, None if run.path is None else str(Path(run.path).absolute()), "the folder of the run"
         )
-        self._parts = None if path is None else Path(path) / FOLDER
+        super().__init__(run, own, info, steps=steps, bound=bound, resumed=resumed if exchange.rank == 0 else None)
+        here = None if run.path is None else (str(Path(run.path).absolute()), f".{secrets.token_hex(8)}")
+        told = exchange.tell("-1/folder", 0, here and self._marked(*here), "the folder of the run")
+        self._parts = None if told is None else Path(told[0]) / FOLDER
+        self._mark = "" if told is None else told[1]
+        self._apart: tempfile.TemporaryDirectory[str] | None = None
+        """Of this rank's events, where it does not see the folder."""
         if self._parts is not None and exchange.rank != 0:
             self._parts.mkdir(exist_ok=True)
             self._trace_file = TraceWriter(self._parts / f"trace.{exchange.rank}.jsonl")

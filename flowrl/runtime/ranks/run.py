@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flowrl.engines.launch.board import Board, Failure, RankFailed
@@ -24,12 +25,14 @@ from flowrl.graph.nodes import Graph
 from flowrl.model import Model
 from flowrl.planner.steps import Plan
 from flowrl.runtime.applied import apply_offload
-from flowrl.runtime.local import Prepared, Run, describe_run, input_names, prepare
+from flowrl.runtime.checkpoints import Live
+from flowrl.runtime.context import Memory
+from flowrl.runtime.local import Prepared, Run, describe_run, find_checkpoint, input_names, prepare, saver_of
 from flowrl.runtime.options import OPTION_NAMES, Options
 from flowrl.runtime.planned import Bound, bound_of
 from flowrl.runtime.program import program_in_order
 from flowrl.runtime.ranks.desk import Desk
-from flowrl.runtime.ranks.exchange import Exchange
+from flowrl.runtime.ranks.exchange import AllRanks, Exchange
 from flowrl.runtime.ranks.executor import RankExecutor
 from flowrl.runtime.ranks.hosts import SharedHost
 from flowrl.runtime.ranks.observe import RankObservation
@@ -114,6 +117,7 @@ def _run(
     inputs: dict[str, Any],
 ) -> Run:
     prepared, bound, places, drift = _ready(flow, plan, board.world, seed, settings, inputs)
+    checkpoint = find_checkpoint(prepared.graph, settings, steps=steps, seed=seed, engine=engine)
     opened = open_rank_engine(engine, board)
     refuse(opened, places, prepared.models)
     exchange = Exchange(board, timeout_s, f"run{board.num_runs}")
@@ -122,15 +126,29 @@ def _run(
     shared = open_shared(opened, places, prepared.models, desk, seed)
     hosts: dict[str, Host] = dict(shared)
     bound.check_hosts({site.name: host for one in shared.values() for site, host in one.hosts.items()})
+    live = Live(
+        prepared.graph, shared, prepared.data, Memory(), owns=lambda path: board.rank == places.ranks_of[path][0]
+    )
+    if checkpoint is not None:
+        board.at(f"the checkpoint '{checkpoint.path}'")
+        checkpoint.read(live)
     run = Run(prepared.graph, prepared.notes, None, hosts=hosts, plan=plan)
     about = describe_run(prepared, settings, bound, drift, steps=steps, seed=seed, engine=engine, ranks=board.world)
     own = replace(bound, program=replace(bound.program, steps=_own_steps(bound, places, board.rank)))
-    with RankObservation(run, settings, about, steps=steps, bound=own, exchange=exchange) as observation:
-        executor = _executor(prepared, bound, shared, desk, observation, seed, settings)
-        for step in range(steps):
+    with RankObservation(
+        run, settings, about, steps=steps, bound=own, exchange=exchange, resumed=checkpoint
+    ) as observation:
+        executor = _executor(prepared, bound, shared, desk, observation, seed, settings, live.memory)
+        saver = saver_of(run.path, settings, about, AllRanks(exchange))
+        if checkpoint is not None:
+            executor.resumed()
+        for step in range(0 if checkpoint is None else checkpoint.step, steps):
             observation.step_begins(step)
             run.last, log = executor.step(step)
             observation.step_done(step, log)
+            if saver.is_due(step + 1, steps):
+                board.at(f"the checkpoint after step {step}")
+                observation.save(step, partial(saver.write, step + 1, live))
         exchange.step = -1
         board.at("the end of the run")
         observation.close_traces()
@@ -146,9 +164,10 @@ def _executor(
     observation: RankObservation,
     seed: int,
     settings: Options,
+    memory: Memory,
 ) -> RankExecutor:
     return RankExecutor(
-        prepared.graph, dict(shared), prepared.data, seed, settings.max_tokens,
+        prepared.graph, dict(shared), prepared.data, seed, settings.max_tokens, memory,
         before=observation.node_begins, after=observation.node_done, reward_workers=settings.reward_workers,
         program=bound.program, observer=observation, desk=desk, shared=shared,
     )  # fmt: skip

@@ -27,9 +27,11 @@ OPTIONS = {
     "check": ["--config", "--help", "--settings", "--traceback", "TARGET"],
     "show": ["--config", "--format", "--help", "--optimised", "--traceback", "--until", "TARGET"],
     "run": [
-        "--config", "--data", "--engine", "--help", "--launcher", "--model", "--nproc", "--plan", "--seed", "--set", "--settings",
+        "--checkpoint-every", "--config", "--data", "--engine", "--help", "--launcher", "--model", "--nproc", "--plan", "--seed",
+        "--set", "--settings",
         "--steps", "--timeout-s", "--traceback", "TARGET",
     ],
+    "resume": ["--help", "--nproc", "--plan", "--steps", "--traceback", "RUN"],
     "plan": [
         "--cluster", "--config", "--headroom", "--help", "--html", "--json", "--lora", "--model", "--out", "--placement",
         "--prompt-tokens", "--prompts", "--response-tokens", "--schedule", "--settings", "--svg", "--tie", "--trace",
