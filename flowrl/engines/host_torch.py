@@ -162,7 +162,8 @@ class TorchHost:
     def offload(self, *, writes: bool = True) -> int:
         """Move its state to host memory; bytes copied, 0 where the copy there is good.
 
-        A sampler that looks at the module itself keeps that on the device: then only what training needs leaves.
+        A sampler that looks at the module itself keeps that on the device: then only what training needs leaves. A model that
+        only samples leaves whole.
 
         Args:
             writes: False promises that nothing changed since it came in. What this host has changed itself is copied anyway.
@@ -183,7 +184,6 @@ class TorchHost:
         """Whether a part of its state is in host memory, where nobody can use it."""
         return not self._home.is_here
 
-    # --- sampling ----------------------------------------------------------------------------------------------------
     @property
     def host_bytes(self) -> int:
         """Host memory that its state takes, parked or kept there; of a model that is on the CPU, beside the model itself."""
@@ -198,6 +198,7 @@ class TorchHost:
         with self._home.brought(writes=writes, training=leads):
             yield
 
+    # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """One response per request, in order, with the newest weights."""
@@ -419,9 +420,6 @@ class TorchHost:
             self.trainer.restore(state)
         self.version = int(state.get("version", self.version))
 
-    def model(self) -> Model:
-        """The model as it is now, its source the live module (copied by whatever opens it)."""
-        self.onload()
     def write_state(self, path: str, *, is_first: bool = True) -> None:
         """Write what `read_state` goes on from, in tensors that any layout can read. Errors: EngineError, as of a full disk."""
         if is_first:
@@ -434,6 +432,9 @@ class TorchHost:
         self._is_changed = True
         saved.read(self, Path(path), group=None)
 
+    def model(self) -> Model:
+        """The model as it is now, its source the live module (copied by whatever opens it)."""
+        self.onload()
         tokenizer = self.tokenizer if self._hf_tokenizer is None else self._hf_tokenizer
         return replace(self.spec, source=self.module, tokenizer=None if isinstance(tokenizer, IdsOnly) else tokenizer)
 

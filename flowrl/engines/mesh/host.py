@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.engines import saved
 from flowrl.engines.forward import Forward
 from flowrl.engines.host_torch import PRECISIONS, TorchHost, check_uses, refuse_untrained
 from flowrl.engines.loading import Loaded, find_pretrained, load, tokenizer_of
 from flowrl.engines.mesh.passes import Passes
 from flowrl.engines.mesh.ranks import RankMesh
-from flowrl.engines import saved
 from flowrl.engines.mesh.sharding import Precision, shard
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.sources import Safetensors, Source, empty_module, missing, safetensors_files
@@ -191,6 +191,20 @@ class MeshHost(TorchHost):
         self.version = int(counters["version"])
         if self.trainer is not None:
             self.trainer.steps = int(counters["steps"])
+            self.trainer.store.took(state["optimizer"])
+
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        """As of `TorchHost`; every rank of the mesh calls it, and each writes its own part."""
+        first = self.mesh.rank == 0
+        with self._home.brought(writes=False), self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
+            saved.write(self, Path(path), group=self.mesh.control, is_first=first)
+
+    def read_state(self, path: str) -> None:
+        """As of `TorchHost`, also what another layout, or one process, has written; every rank of the mesh calls it."""
+        self.onload()
+        self._is_changed = True
+        with self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
+            saved.read(self, Path(path), group=self.mesh.control)
 
     def model(self) -> NoReturn:
         """Not here: a sharded module cannot be opened elsewhere. Errors: EngineError, always."""
@@ -206,20 +220,6 @@ class MeshHost(TorchHost):
         writes = self.mesh.rank == 0
         gathered = {}
         for name, tensor in (*self.weights.parameters.items(), *self.weights.buffers.items()):
-            self.trainer.store.took(state["optimizer"])
-
-    def write_state(self, path: str, *, is_first: bool = True) -> None:
-        """As of `TorchHost`; every rank of the mesh calls it, and each writes its own part."""
-        first = self.mesh.rank == 0
-        with self._home.brought(writes=False), self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
-            saved.write(self, Path(path), group=self.mesh.control, is_first=first)
-
-    def read_state(self, path: str) -> None:
-        """As of `TorchHost`, also what another layout, or one process, has written; every rank of the mesh calls it."""
-        self.onload()
-        self._is_changed = True
-        with self.mesh.guard.waiting(f"a checkpoint of model '{self.name}'"):
-            saved.read(self, Path(path), group=self.mesh.control)
             value = self.weights.whole(tensor)
             if writes:
                 gathered[name] = value.to("cpu", PRECISIONS[self.spec.precision] if value.is_floating_point() else None)

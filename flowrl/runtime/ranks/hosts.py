@@ -217,6 +217,18 @@ class SharedHost:
         if host is not None and (self._desk.engine.shares_rows(self._main) or self._desk.rank == self._main.ranks[0]):
             host.save(path)
 
+    def write_state(self, path: str, *, is_first: bool = True) -> None:
+        """Write the newest state; every rank calls it, and those that hold it write."""
+        host = self.hosts.get(self._main)
+        if host is not None:
+            host.write_state(path, is_first=self._desk.rank == self._main.ranks[0])
+
+    def read_state(self, path: str) -> None:
+        """Into the site that has the newest weights; `RankExecutor.resumed` has the others get them from there."""
+        host = self.hosts.get(self._main)
+        if host is not None:
+            host.read_state(path)
+
     def close(self) -> None:
         for host in self.hosts.values():
             host.close()
@@ -265,15 +277,3 @@ def _tokens(rows: TokenRows) -> np.ndarray:
 
 def _named(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     return {str(index): np.ascontiguousarray(array) for index, array in enumerate(arrays)}
-    def write_state(self, path: str, *, is_first: bool = True) -> None:
-        """Write the newest state; every rank calls it, and those that hold it write."""
-        host = self.hosts.get(self._main)
-        if host is not None:
-            host.write_state(path, is_first=self._desk.rank == self._main.ranks[0])
-
-    def read_state(self, path: str) -> None:
-        """Into the site that has the newest weights; `RankExecutor.resumed` has the others get them from there."""
-        host = self.hosts.get(self._main)
-        if host is not None:
-            host.read_state(path)
-

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.runtime.context import StepLog
-from flowrl.runtime.observe import Observation, Observed
+from flowrl.runtime.observe import Observation, Observed, Resumed
 from flowrl.runtime.options import Options
 from flowrl.runtime.planned import Bound
 from flowrl.runtime.ranks.exchange import Exchange
@@ -38,10 +38,10 @@ class RankObservation(Observation):
     ) -> None:
         self._exchange = exchange
         self._trace_file: TraceWriter | None = None
-        own = options if exchange.rank == 0 else replace(options, out=None, progress="off", record=(), log_samples=0)
-        super().__init__(run, own, info, steps=steps, bound=bound)
-        path = exchange.tell(
-            "-1/folder", 0, None if run.path is None else str(Path(run.path).absolute()), "the folder of the run"
+        own = (
+            options
+            if exchange.rank == 0
+            else replace(options, out=None, checkpoint_every=None, progress="off", record=(), log_samples=0)
         )
         super().__init__(run, own, info, steps=steps, bound=bound, resumed=resumed if exchange.rank == 0 else None)
         here = None if run.path is None else (str(Path(run.path).absolute()), f".{secrets.token_hex(8)}")
