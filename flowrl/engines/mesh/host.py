@@ -124,6 +124,7 @@ class MeshHost(TorchHost):
             self.passes,
             micro_batch_tokens=self.spec.micro_batch_tokens,
             max_context=self._context,
+            store=self._store,
         )
 
     # --- sampling ----------------------------------------------------------------------------------------------------
@@ -131,7 +132,6 @@ class MeshHost(TorchHost):
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
         """Not here. Errors: EngineError, always."""
         _no_sampler(self.name)
-            store=self._store,
 
     # --- forward passes ----------------------------------------------------------------------------------------------
 

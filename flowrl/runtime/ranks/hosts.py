@@ -200,6 +200,21 @@ class SharedHost:
         if taker is not None:
             desk.engine.blend(taker, whole.arrays, decay)
 
+    # ------------------------------------------------------------------------------------------------ where it lies
+
+    def offload(self, *, writes: bool = True) -> int:
+        """State of all of the model's hosts on this rank to host memory; bytes copied."""
+        return sum(host.offload(writes=writes) for host in self.hosts.values() if isinstance(host, Parks))
+
+    def onload(self) -> int:
+        """Back to the device; bytes copied."""
+        return sum(host.onload() for host in self.hosts.values() if isinstance(host, Parks))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that its state takes on this rank."""
+        return sum(int(getattr(host, "host_bytes", 0)) for host in self.hosts.values())
+
     # -------------------------------------------------------------------------------------------------- after the steps
 
     def state(self) -> dict[str, Any]:
@@ -251,21 +266,6 @@ def part_of(rows: TokenRows, first: int, stop: int) -> TokenRows:
 
 
 def slice_of(column: Ragged, first: int, stop: int) -> Ragged:
-    # ------------------------------------------------------------------------------------------------ where it lies
-
-    def offload(self, *, writes: bool = True) -> int:
-        """State of all of the model's hosts on this rank to host memory; bytes copied."""
-        return sum(host.offload(writes=writes) for host in self.hosts.values() if isinstance(host, Parks))
-
-    def onload(self) -> int:
-        """Back to the device; bytes copied."""
-        return sum(host.onload() for host in self.hosts.values() if isinstance(host, Parks))
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that its state takes on this rank."""
-        return sum(int(getattr(host, "host_bytes", 0)) for host in self.hosts.values())
-
     low, high = int(column.offsets[first]), int(column.offsets[stop])
     return Ragged(column.values[low:high], column.offsets[first : stop + 1] - low)
 

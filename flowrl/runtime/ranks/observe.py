@@ -44,12 +44,10 @@ class RankObservation(Observation):
             else replace(options, out=None, checkpoint_every=None, progress="off", record=(), log_samples=0)
         )
         super().__init__(run, own, info, steps=steps, bound=bound, resumed=resumed if exchange.rank == 0 else None)
-        here = None if run.path is None else (str(Path(run.path).absolute()), f".{secrets.token_hex(8)}")
-        told = exchange.tell("-1/folder", 0, here and self._marked(*here), "the folder of the run")
-        self._parts = None if told is None else Path(told[0]) / FOLDER
-        self._mark = "" if told is None else told[1]
-        self._apart: tempfile.TemporaryDirectory[str] | None = None
-        """Of this rank's events, where it does not see the folder."""
+        path = exchange.tell(
+            "-1/folder", 0, None if run.path is None else str(Path(run.path).absolute()), "the folder of the run"
+        )
+        self._parts = None if path is None else Path(path) / FOLDER
         if self._parts is not None and exchange.rank != 0:
             self._parts.mkdir(exist_ok=True)
             self._trace_file = TraceWriter(self._parts / f"trace.{exchange.rank}.jsonl")
