@@ -33,7 +33,7 @@ from tests.distributed.mesh_cases import (
     uses_of,
 )
 
-DEADLINE_S = 250.0
+DEADLINE_S = 285.0
 """For all ranks of a world to end."""
 
 WORK = {
@@ -58,11 +58,16 @@ if importlib.util.find_spec("peft") is not None:
     WORK[2]["f2"].append("adapters")
 
 
-def run(world: int, folder: Path, work: dict[str, list[str]] | None = None) -> list[dict[str, Any]]:
+def run(
+    world: int,
+    folder: Path,
+    work: dict[str, list[str]] | None = None,
+    worker: str = "tests.distributed.mesh_worker",
+) -> list[dict[str, Any]]:
     """What comes of the work of a world, by rank."""
     work = work or WORK[world]
     jobs = [json.dumps({"rank": rank, "world": world, "folder": str(folder), "work": work}) for rank in range(world)]
-    ended = run_processes("tests.distributed.mesh_worker", jobs, folder, DEADLINE_S)
+    ended = run_processes(worker, jobs, folder, DEADLINE_S)
     printed = "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(world))
     assert not ended, f"{ended}\n{printed}"
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]

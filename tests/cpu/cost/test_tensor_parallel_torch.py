@@ -24,9 +24,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from flowrl.cost.memory import activation_token_bytes  # noqa: E402
 from flowrl.cost.shapes import ModelShape  # noqa: E402
+from flowrl.engines.mesh.plans import FAMILIES, cut_layer  # noqa: E402
+from flowrl.engines.mesh.sequence import cut_sequence  # noqa: E402
 from tests.cpu.cost.test_flops_torch import WIDE  # noqa: E402
 
 RANKS = 4
+TOKENS = 64
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +63,41 @@ def local(tensor: Any) -> Any:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "smollm3"])
 def test_a_cut_layer_keeps_what_autograd_saves(mesh: DeviceMesh, kind: str, sequence_parallel: bool) -> None:
-    tokens = 64
-    config = transformers.AutoConfig.for_model(kind, **WIDE | {"num_key_value_heads": RANKS})
-    config._attn_implementation = "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model
-    positions = torch.arange(tokens)[None]
-    rotary = model.rotary_emb(torch.zeros(1, tokens, config.hidden_size, dtype=torch.bfloat16), positions)
+    model = built(kind)
     cut(model.layers[0], mesh, sequence_parallel=sequence_parallel)
-    here = tokens // RANKS if sequence_parallel else tokens
-    hidden = torch.randn(1, here, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    found = kept_by(model, model.layers[0], TOKENS // RANKS if sequence_parallel else TOKENS)
+    shape = ModelShape.from_config(model.config)
+    assert found == activation_token_bytes(shape, tensor_parallel=RANKS, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "smollm3", "qwen3"])
+def test_a_layer_that_the_engine_cuts_keeps_as_much(mesh: DeviceMesh, kind: str) -> None:
+    """What plans count with is what a trainer on a mesh does."""
+    model = built(kind)
+    family = FAMILIES[kind]
+    assert family.sequence is not None
+    cut_sequence(list(model.layers), *family.sequence, mesh)
+    for layer in model.layers:
+        cut_layer(layer, family, mesh)
+    found = kept_by(model, model.layers[1], TOKENS // RANKS)  # neither the first nor the last, which see all tokens
+    shape = ModelShape.from_config(model.config)
+    assert found == activation_token_bytes(shape, tensor_parallel=RANKS, sequence_parallel=True)
+    assert found < 0.8 * activation_token_bytes(shape, tensor_parallel=RANKS)
+
+
+def built(kind: str) -> Any:
+    """A backbone of three layers in bf16."""
+    options = WIDE | {"num_key_value_heads": RANKS, "num_hidden_layers": 3}
+    config = transformers.AutoConfig.for_model(kind, **options)
+    config._attn_implementation = "sdpa"
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model
+
+
+def kept_by(model: Any, layer: Any, here: int) -> float:
+    """Bytes per token of `TOKENS` that a layer keeps, which gets `here` of them as its input."""
+    positions = torch.arange(TOKENS)[None]
+    rotary = model.rotary_emb(torch.zeros(1, TOKENS, model.config.hidden_size, dtype=torch.bfloat16), positions)
+    hidden = torch.randn(1, here, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     sizes: dict[int, int] = {}
     kept: list[Any] = []
 
@@ -80,7 +109,5 @@ def test_a_cut_layer_keeps_what_autograd_saves(mesh: DeviceMesh, kind: str, sequ
 
     beside = {local(tensor).untyped_storage()._cdata for tensor in (*model.parameters(), *rotary)}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.layers[0](hidden, position_embeddings=rotary, position_ids=positions)
-    found = sum(size for storage, size in sizes.items() if storage not in beside) / tokens
-    shape = ModelShape.from_config(config)
-    assert found == activation_token_bytes(shape, tensor_parallel=RANKS, sequence_parallel=sequence_parallel)
+        layer(hidden, position_embeddings=rotary, position_ids=positions)
+    return sum(size for storage, size in sizes.items() if storage not in beside) / TOKENS
