@@ -117,6 +117,10 @@ class Graph:
     def _repr_html_(self) -> str:
         return shown("graph", self)
 
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """IPython where it shows no pages: the canonical text."""
+        printer.text(str(self))
+
     @property
     def inputs(self) -> tuple[Node, ...]:
         """The nodes that stand for the flow's parameters."""

@@ -343,6 +343,10 @@ class Plan(Viewed):
         """The table of steps."""
         return table(self)
 
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """IPython where it shows no pages: the table; `repr` has every field and is many screens long."""
+        printer.text(str(self))
+
 
 def _devices(mesh: Mesh) -> str:
     return f"device {mesh.first}" if mesh.size == 1 else f"devices {mesh.first}-{mesh.first + mesh.size - 1}"

@@ -27,7 +27,7 @@ from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
 from flowrl.viz.overlap import Overlap, overlap
 from flowrl.viz.palette import KINDS, swatch
-from flowrl.viz.residuals import residuals, sentence, table as residual_table
+from flowrl.viz.residuals import residuals, sentence, table as residual_table, terms
 from flowrl.viz.scene import GREY, Scene, place_of, scene
 from flowrl.viz.stacks import Stack, overlapping_stacks, stacks, used
 from flowrl.viz.svg import Markup, join, tag
@@ -64,7 +64,7 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
         section("why", "Why this plan", _why(plan)),
     ]
     if spans:
-        parts.append(section("measured", "Predicted and measured", predicted_and_measured(drawn, spans)))
+        parts.append(section("measured", "Predicted and measured", predicted_and_measured(drawn, spans, measured)))
     if together is not None:
         parts.insert(0, section("versions", "Versions of the weights", _versions(drawn)))
     parts.append(section("steps", "Steps", _steps(drawn, together)))
@@ -243,11 +243,12 @@ def _why(plan: Plan) -> Markup:
     return join(tag("p", words, class_="lead"), tag("div", rival_table(plan), class_="scroll"), figure)
 
 
-def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
+def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...], measured: Measurements | None) -> Markup:
     return join(
         tag("p", sentence(drawn, spans)), tag("figure", residuals(drawn, spans)),
         folded("Steps, predicted and measured, as a table", residual_table(drawn, spans)),
     )  # fmt: skip
+        terms(drawn, measured) if isinstance(measured, Comparison) else None,
 
 
 def _versions(drawn: Scene) -> Markup:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowrl.planner.corrected import corrected
+from flowrl.planner.measured import Comparison
 from flowrl.viz import units
-from flowrl.viz.frame import table as html_table
+from flowrl.viz.frame import folded, table as html_table
 from flowrl.viz.measured import Seen
 from flowrl.viz.scene import Bar, Scene
-from flowrl.viz.svg import Markup, fitted, line, picture, rect, tag, text
+from flowrl.viz.svg import Markup, fitted, join, line, picture, rect, tag, text
 
 WIDTH, NAME, ROW = 1120.0, 190.0, 26.0
 MIDDLE = 620.0
@@ -102,3 +104,31 @@ def table(scene: Scene, seen: Sequence[Seen]) -> Markup:
             )
         )
     return html_table(head, rows)
+
+
+def terms(scene: Scene, measured: Comparison) -> Markup | None:
+    """By how much each term of the cost model is off, as HTML, and the figures under which it would have been right; None where
+    nothing was measured that a term stands for."""
+    cluster = scene.plan.cluster
+    found = corrected(measured, cluster)
+    if not found.ratios:
+        return None
+    rows = []
+    for work, ratio in found.ratios:
+        off = f"{units.percent(ratio - 1, signed=True)} ({ratio:.2f} of what was predicted)"
+        rows.append(tag("tr", tag("th", work, scope="row"), tag("td", off, class_="num")))
+    figures = [
+        tag("tr", tag("th", name, scope="row"), tag("td", f"{before:.4g}", class_="num"), tag("td", f"{after:.4g}", class_="num"))
+        for name, before, after in found.changed
+    ]  # fmt: skip
+    words = (
+        "By term of the cost model: work of models, all steps of a kind together. The figures beside it are those of the cluster "
+        "under which this would have been predicted (flowrl.planner.corrected)."
+    )
+    left = tag("ul", *(tag("li", line) for line in found.left))
+    return join(
+        tag("p", words, class_="lead"),
+        html_table(("term", "measured against predicted"), rows),
+        html_table(("figure of the cluster", "in the plan", "would fit"), figures) if figures else None,
+        folded("What no term stands for", left) if found.left else None,
+    )

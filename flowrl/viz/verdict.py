@@ -11,6 +11,7 @@ from flowrl.graph.nodes import Graph
 from flowrl.mesh.devices import Efficiency
 from flowrl.planner.roles import rows_of
 from flowrl.planner.simulate import period
+from flowrl.planner.steps import Step
 from flowrl.planner.tasks import Lane
 from flowrl.viz import units
 from flowrl.viz.palette import KINDS, LANES
@@ -141,8 +142,20 @@ def _moves(scene: Scene) -> Figure | None:
     most = max(scene.bars, key=lambda bar: (bar.step.predicted.num_bytes, -bar.index))
     num_bytes, took_s = most.step.predicted.num_bytes, most.end_s - most.start_s
     kind = KINDS[most.step.kind][1]
-    note = f"{kind}, predicted, over all devices, in {units.seconds(took_s)}; all steps move {units.size(total)}"
+    as_many = [bar.step.name for bar in scene.bars if bar is not most and bar.step.predicted.num_bytes == num_bytes]
+    others = f", and as many by {', '.join(as_many)}" if as_many else ""
+    note = (
+        f"{kind}, predicted, over all devices, in {units.seconds(took_s)}{others}; all steps move {units.size(total)}"
+    )
+    streamed = [bar.step.name for bar in scene.bars if _streams(bar.step)]
+    if streamed:
+        note += f", without what {', '.join(streamed)} streams while it computes"
     return Figure("moves most", f"{units.size(num_bytes)}, {most.step.name}", note)
+
+
+def _streams(step: Step) -> bool:
+    """Whether it keeps a link busy for which no bytes are counted, as an optimizer does that is streamed through the device."""
+    return Lane.COMPUTE in step.lanes and len(set(step.lanes) - {Lane.HOST}) > 1 and not step.predicted.num_bytes
 
 
 def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
@@ -152,6 +165,9 @@ def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
     peak = fullest.usage.peak_bytes
     when = f", {fullest.when}" if fullest.when else ""
     note = f"predicted peak of {fullest.name}{when}"
+    if fullest.usage.parts:
+        what, num_bytes = fullest.usage.parts[0]
+        note += f"; most of it is {what} with {units.size(num_bytes)}"
     return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", note, peak / capacity)
 
 

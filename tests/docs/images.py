@@ -3,8 +3,9 @@
     python -m tests.docs.images            # all; needs a Chromium (see tests/cpu/viz/chromium.py)
     python -m tests.docs.images moe        # those whose name begins so
 
-Plans are those of tests/null/planner/golden, so a picture changes when a pinned plan does. Pictures are not compared by any test:
-fonts differ between machines. Look at each before it is committed.
+Plans are those of tests/null/planner/golden, but for `split`, which is one of its problems with another placement; so a picture
+changes when a pinned plan does. Pictures are not compared by any test: fonts differ between machines. Look at each before it is
+committed.
 """
 
 from __future__ import annotations

@@ -364,7 +364,11 @@
     const low = text.scores.min_policy_version?.[row], high = text.scores.max_policy_version?.[row];
     for (const name of names) {
       const value = text.scores[name][row];
-      if (name === "min_policy_version") { facts.append(fact("version", low === high ? say(low) : `${say(low)}–${say(high)}`)); continue; }
+      if (name === "min_policy_version") {
+        facts.append(fact("version", low === high ? say(low) : `${say(low)}–${say(high)}`));
+        if (chunk.newest !== null && low !== null) facts.append(fact("staleness", say(chunk.newest - low), chunk.newest > low ? "poor" : ""));
+        continue;
+      }
       if (name === "max_policy_version") continue;
       const kind = name !== "advantage" || !value ? "" : value > 0 ? "good" : "poor";
       facts.append(fact(name, name === "advantage" && value > 0 ? `+${say(value)}` : say(value), kind));

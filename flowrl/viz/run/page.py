@@ -257,7 +257,7 @@ def _time_parts(folder: RunFolder) -> list[Part]:
     lead = tag("p", " ".join(sums))
     return [
         section("timeline", "Timeline", timeline(drawn, planned.spans)),
-        section("measured", "Predicted and measured", join(lead, predicted_and_measured(drawn, planned.spans))),
+        section("measured", "Predicted and measured", join(lead, predicted_and_measured(drawn, planned.spans, said))),
         section("time", "Where the time went", _by_node(events)),
     ]
 

@@ -110,8 +110,10 @@ class Responses:
             yield _of_samples(step, self._samples.get(step, []))
             return
         for node, rows in self.tables(step):
+            newest = _newest(rows)
             for indices in _split(rows):
-                yield _chunk(step, node, rows.take(indices), self.pieces if with_tokens else None, with_tokens)
+                pieces = self.pieces if with_tokens else None
+                yield _chunk(step, node, rows.take(indices), newest, pieces, with_tokens)
 
     def indices(self, step: int) -> Iterator[dict[str, Any]]:
         """The index of each chunk, without making its blocks."""
@@ -119,9 +121,9 @@ class Responses:
             yield {**_of_samples(step, self._samples.get(step, [])).index, "has_tokens": False}
             return
         for node, rows in self.tables(step):
-            small = rows.select([name for name in INDEXED if name in rows])
+            small, newest = rows.select([name for name in INDEXED if name in rows]), _newest(rows)
             for indices in _split(rows):
-                yield {**_index(step, node, small.take(indices)), "has_tokens": "response_ids" in rows}
+                yield {**_index(step, node, small.take(indices), newest), "has_tokens": "response_ids" in rows}
 
     def mismatch(self, step: int) -> dict[str, float]:
         """How far the sampler's log-probs are from the trainer's, over the tokens that train, where both were recorded."""
@@ -148,6 +150,11 @@ def _identities(rows: RowBatch) -> list[str]:
     return [f"{index}/{'' if key is None else key[index]}" for index in range(len(rows))]
 
 
+def _newest(rows: RowBatch) -> int | None:
+    """The newest version of the weights that sampled any of the rows; with it, how stale each of them is."""
+    return int(rows["max_policy_version"].max()) if "max_policy_version" in rows and len(rows) else None
+
+
 def _split(rows: RowBatch) -> Iterator[np.ndarray]:
     """Rows group by group, in chunks."""
     key = rows["prompt_id"] if "prompt_id" in rows else np.arange(len(rows))
@@ -168,7 +175,7 @@ def _split(rows: RowBatch) -> Iterator[np.ndarray]:
         yield np.array(taken)
 
 
-def _chunk(step: int, node: str, rows: RowBatch, pieces: Pieces | None, with_tokens: bool) -> Chunk:
+def _chunk(step: int, node: str, rows: RowBatch, newest: int | None, pieces: Pieces | None, with_tokens: bool) -> Chunk:
     types = rows.types
     key = _key(rows)
     names = list(dict.fromkeys(key))
@@ -180,7 +187,7 @@ def _chunk(step: int, node: str, rows: RowBatch, pieces: Pieces | None, with_tok
     }
     text = {"groups": names, "given": given, "words": words, "scores": scores}
     has_tokens = with_tokens and "response_ids" in rows
-    return Chunk(_index(step, node, rows), packed_json(text), _tokens(rows, pieces) if has_tokens else None)
+    return Chunk(_index(step, node, rows, newest), packed_json(text), _tokens(rows, pieces) if has_tokens else None)
 
 
 def _key(rows: RowBatch) -> list[str]:
@@ -188,7 +195,7 @@ def _key(rows: RowBatch) -> list[str]:
     return [str(one) for one in rows["prompt_id"]] if "prompt_id" in rows else [str(i) for i in range(len(rows))]
 
 
-def _index(step: int, node: str, rows: RowBatch) -> dict[str, Any]:
+def _index(step: int, node: str, rows: RowBatch, newest: int | None) -> dict[str, Any]:
     key = _key(rows)
     number = {name: place for place, name in enumerate(dict.fromkeys(key))}
     scores = {
@@ -198,7 +205,7 @@ def _index(step: int, node: str, rows: RowBatch) -> dict[str, Any]:
         "step": step, "node": node, "group": [number[name] for name in key], "scores": scores,
         "length": rows["response_ids"].lengths.tolist() if "response_ids" in rows else None,
         "end": [str(one) for one in rows["finish_reason"]] if "finish_reason" in rows else None,
-        "failed": [int(bool(one)) for one in rows["row_error"]] if "row_error" in rows else [],
+        "failed": [int(bool(one)) for one in rows["row_error"]] if "row_error" in rows else [], "newest": newest,
     }  # fmt: skip
 
 
@@ -212,7 +219,7 @@ def _of_samples(step: int, samples: Sequence[dict[str, Any]]) -> Chunk:
     rewards = [one.get("reward") for one in samples]
     scores = {"reward": [r if isinstance(r, int | float) else None for r in rewards]}
     index = {"step": step, "node": SAMPLES, "group": [names.index(name) for name in key], "scores": scores, "length": None,
-             "end": words["finish_reason"], "failed": [int(bool(one)) for one in words["row_error"]]}  # fmt: skip
+             "end": words["finish_reason"], "failed": [int(bool(one)) for one in words["row_error"]], "newest": None}  # fmt: skip
     return Chunk(index, packed_json({"groups": names, "given": given, "words": words, "scores": scores}), None)
 
 

@@ -123,6 +123,17 @@ def test_order_by_reward(browser: Any, pages: dict[str, Path]) -> None:
     assert high == sorted(high, reverse=True) and low == sorted(low) and high[0] > low[0]
 
 
+def test_a_response_says_how_stale_it_is(browser: Any, pages: dict[str, Path]) -> None:
+    """Versions between the oldest weights that sampled it and the newest that sampled any of its step."""
+    opened(browser, pages["plain"])
+    choose(browser, "from", "5")
+    facts = browser.run("[...document.querySelectorAll('#viewer .row .facts')].map(f => f.textContent)")
+    stale = [one for one in facts if "version 3–5" in one and "staleness 2" in one]
+    fresh = [one for one in facts if "version 5" in one and "staleness 0" in one]
+    assert len(stale) == 2 and len(fresh) == 6, facts
+    quiet(browser, pages["plain"])
+
+
 @pytest.mark.parametrize("name", ["rollout_logprobs", "ratio", "loss_mask"])
 def test_tokens_are_coloured(browser: Any, pages: dict[str, Path], name: str) -> None:
     opened(browser, pages["plain"])

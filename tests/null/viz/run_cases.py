@@ -30,11 +30,14 @@ def as_bytes(ids: Sequence[int]) -> list[bytes | None]:
     return [bytes([one]) if one < 256 else None for one in ids]
 
 
-def rows_of(prompts: Sequence[str], responses: Sequence[Sequence[str | bytes]], seed: int = 0) -> RowBatch:
+def rows_of(
+    prompts: Sequence[str], responses: Sequence[Sequence[str | bytes]], seed: int = 0, version: int = 0
+) -> RowBatch:
     """A response's tokens are its bytes and an end token; their numbers are drawn.
 
     Args:
         responses: of each prompt.
+        version: of the weights that sampled them; the last of each prompt began two versions before.
     """
     draw = np.random.default_rng(seed)
     flat = [(place, one) for place, group in enumerate(responses) for one in group]
@@ -43,6 +46,7 @@ def rows_of(prompts: Sequence[str], responses: Sequence[Sequence[str | bytes]], 
     lengths = [len(one) for one in ids]
     rewards = draw.integers(0, 2, len(flat)).astype(np.float32)
     logprobs = [-draw.exponential(0.8, n).astype(np.float32) for n in lengths]
+    begun = [max(0, version - 2 * (one is responses[place][-1])) for place, one in flat]
     columns = {
         "prompt_id": [f"p{place}" for place, _ in flat],
         "prompt": [prompts[place] for place, _ in flat],
@@ -56,6 +60,8 @@ def rows_of(prompts: Sequence[str], responses: Sequence[Sequence[str | bytes]], 
         "finish_reason": ["stop"] * len(flat),
         "reward": rewards,
         "advantage": rewards - rewards.mean(),
+        "min_policy_version": begun,
+        "max_policy_version": [version] * len(flat),
         "row_error": ["" if index % 5 else SCRIPT for index in range(len(flat))],
     }
     types = {name: STANDARD[name].type for name in columns}
@@ -91,6 +97,7 @@ def plain_run(root: Path, *, steps: int = 6, name: str = "plain", seed: int = 0,
             [f"what is {step}+1?", f"what is {step}+2?"],
             [[f"it is {step + 1}", "I do not know", "seven", f"needle {step}"], ["a", "bb", "ccc", "dddd"]],
             seed=seed * 1000 + step,
+            version=step,
         )
         folder.write_edge(step, "group_norm", rows)
         numbers = {"reward/mean": 0.1 * step + shift, "reward/std": 0.2, "update/kl": 0.01 * step, "time/step_s": 1.5}

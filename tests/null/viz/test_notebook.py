@@ -6,6 +6,8 @@ import html
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from examples.rloo import rloo
 from flowrl.schema.types import PROMPT, SAMPLE, TOKEN
 from flowrl.shown import SHOWN
 from flowrl.store.rows import RowBatch
+from tests.null.viz.cases import large
 from tests.null.viz.run_cases import SCRIPT
 from tests.null.viz.test_page import read
 
@@ -33,6 +36,14 @@ def inside(shown: str) -> str:
 def test_every_name_is_there(name: str) -> None:
     module, _, function = SHOWN[name].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("value", [large(), grpo.graph()], ids=["plan", "graph"])
+def test_where_no_page_is_shown_it_is_text(value: Any) -> None:
+    """IPython in a terminal, which else prints every field of every node."""
+    said: list[str] = []
+    value._repr_pretty_(SimpleNamespace(text=said.append), False)
+    assert said == [str(value)] and len(said[0]) < len(repr(value)) / 2
 
 
 def test_a_graph_is_drawn_with_what_is_left_out() -> None:

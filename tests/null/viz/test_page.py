@@ -161,6 +161,21 @@ def test_plan_page_and_trace_agree(page: str) -> None:
         assert host_bytes == plan.predicted.host_bytes
 
 
+def test_figures_answer_where_memory_is_and_what_moves() -> None:
+    said = read(plan_html(large())).texts
+    notes = [text for _, text in said if "predicted peak of devices" in text or "all steps move" in text]
+    assert "predicted peak of devices 0–31, during rollout; most of it is KV cache with 42.0 GiB" in notes
+    assert (
+        "onload from the host, predicted, over all devices, in 1.6 s, and as many by policy.offload; all steps move 1008.1 GiB"
+        in notes
+    )
+    streamed = compute("update", Mesh(0, 2), 1.0, role="policy")
+    streamed = replace(streamed, lanes=(Lane.COMPUTE, Lane.H2D))
+    moved = move("rows", "update", StepKind.ONLOAD, Lane.H2D, Mesh(0, 2), 0.5, 2**20)
+    page = plan_html(Plan.of("streams", "ab12", Cluster.named("2xA100-80G"), [moved, streamed]))
+    assert "all steps move 1.0 MiB, without what update streams while it computes" in page
+
+
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
     main = page[page.index("<main") :]
     for section in re.findall(r"<section.*?</section>", main, re.DOTALL):
@@ -201,6 +216,23 @@ def test_a_comparison_of_a_run_is_read() -> None:
     assert "step time, measured" in page and "median of 1 iterations" not in page
     with pytest.raises(ConfigError, match="draw the plan that ran"):
         seen(plan, ran(large(max_staleness=1)))
+
+
+def test_a_comparison_says_by_how_much_each_term_is_off() -> None:
+    plan = large()
+    what = {"plan_step": "rollout", "kind": "rollout"}
+    took_s = 2 * 48.2
+    events = [
+        Event("compute", "rollout", step, 100.0 * step, 100.0 * step + took_s, attributes=what) for step in (0, 1)
+    ]
+    section = plan_html(plan, measured=compare(plan, events)).partition('id="measured"')[2].partition("</section>")[0]
+    assert "+100 % (2.00 of what was predicted)" in section
+    cells = re.findall(r">(efficiency\.decode_hbm)</th><td[^>]*>([\d.]+)</td><td[^>]*>([\d.]+)<", section)
+    assert cells == [("efficiency.decode_hbm", "0.7", "0.35")]
+    assert "train" not in section.partition("What no term stands for")[0], "it was not measured"
+    assert "of what was predicted" not in plan_html(plan, measured=[Seen("rollout", took_s)]), (
+        "nobody says what kind it is"
+    )
 
 
 @pytest.mark.parametrize(
