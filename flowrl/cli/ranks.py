@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.cli import OK
 from flowrl.engines.launch.place import Place
-from flowrl.engines.launch.ray_options import RayOptions, gpus_of_rank, refuse_several_hosts
+from flowrl.engines.launch.ray_options import RayOptions, gpus_of_rank, hosts_of
 from flowrl.engines.launch.spawn import run_job
 from flowrl.errors import ConfigError, FlowError
 from flowrl.model import Model
@@ -60,10 +60,9 @@ def _in_processes(recipe: Recipe, said: dict[str, Any], nproc: int) -> None:
 
 def _on_ray(recipe: Recipe, said: dict[str, Any], nproc: int) -> None:
     assert recipe.plan is not None
-    refuse_several_hosts(recipe.plan, nproc)
     models = [value for value in recipe.inputs.values() if isinstance(value, Model)]
     options = RayOptions(gpus=gpus_of_rank(recipe.engine, models, recipe.plan.cluster))
-    importlib.import_module(RAY_JOB).run_job(ENTRY, said, nproc, options=options)
+    importlib.import_module(RAY_JOB).run_job(ENTRY, said, nproc, options=options, hosts=hosts_of(recipe.plan, nproc))
 
 
 LAUNCHERS: dict[str, Callable[[Recipe, dict[str, Any], int], None]] = {"processes": _in_processes, "ray": _on_ray}

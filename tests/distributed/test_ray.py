@@ -196,16 +196,24 @@ def test_what_the_cluster_cannot_hold_is_refused_before_anything_is_placed() -> 
     assert set(placement_group_table()) == before
 
 
-def test_ranks_of_a_job_are_on_one_node() -> None:
+def test_ranks_of_a_host_are_on_one_node_and_hosts_on_several() -> None:
     two = [Node("10.0.0.1 (a)", 96, 4), Node("10.0.0.2 (b)", 96, 4)]
-    refuse_too_large(two, 4, RayOptions(gpus=1))
-    refuse_too_large([Node("a", 0.3, 0)], 3, RayOptions(cpus=0.1))
+    refuse_too_large(two, [4], RayOptions(gpus=1))
+    refuse_too_large(two, [4, 3], RayOptions(gpus=1))
+    refuse_too_large([Node("a", 0.3, 0)], [3], RayOptions(cpus=0.1))
+    refuse_too_large([Node("a", 1, 0), Node("b", 4, 0)], [4, 1], RayOptions())
     with pytest.raises(ConfigError) as raised:
-        refuse_too_large(two, 8, RayOptions(gpus=1))
-    assert "8 ranks need one node with 8 CPUs and 8 GPUs, as rows cross ranks in the memory of one host" in str(
+        refuse_too_large(two, [8], RayOptions(gpus=1))
+    assert "8 ranks need one node with 8 CPUs and 8 GPUs, as devices of one node of the plan; in this" in str(
         raised.value
     )
     assert "10.0.0.1 (a) has 96 CPUs and 4 GPUs; 10.0.0.2 (b) has 96 CPUs and 4 GPUs" in str(raised.value)
+    with pytest.raises(
+        ConfigError, match="9 ranks need 3 nodes, as the plan has: 2 with 4 CPUs and 4 GPUs and 1 with 1 CPU"
+    ):
+        refuse_too_large(two, [4, 4, 1], RayOptions(gpus=1))
+    with pytest.raises(ConfigError, match="6 ranks need 2 nodes, as the plan has: 1 with 5 CPUs"):
+        refuse_too_large(two, [5, 1], RayOptions(gpus=1))
 
 
 def test_a_cluster_that_is_busy(tmp_path: Path) -> None:
@@ -216,7 +224,7 @@ def test_a_cluster_that_is_busy(tmp_path: Path) -> None:
             ray_job.run_job(f"{JOBS}:tells", {"folder": str(tmp_path)}, 2, options=RayOptions(place_s=1))
     finally:
         remove_placement_group(other)
-    assert "waited 1 s for one node with 2 CPUs and 0 GPUs free for 2 ranks" in str(raised.value)
+    assert "waited 1 s until so much is free: 2 ranks need one node with 2 CPUs and 0 GPUs" in str(raised.value)
     assert re.search(r"has 4 CPUs and 2 GPUs, and [01] CPUs? and [02] GPUs of all are free", str(raised.value))
     assert not list(tmp_path.iterdir())
 
@@ -224,6 +232,15 @@ def test_a_cluster_that_is_busy(tmp_path: Path) -> None:
 def test_ranks_that_do_not_start_in_time_are_named() -> None:
     with pytest.raises(WaitTimeout, match=r"waited 0.001 s for the process beside the ranks to start on node "):
         ray_job.run_job(f"{JOBS}:tells", {}, 2, options=RayOptions(start_s=0.001))
+
+
+def test_hosts_have_the_ranks_of_the_job() -> None:
+    with pytest.raises(ConfigError, match="3 ranks are on hosts with 1, 1 ranks"):
+        ray_job.run_job(f"{JOBS}:tells", {}, 3, hosts=(1, 1))
+    with pytest.raises(
+        ConfigError, match="2 ranks need 2 nodes, as the plan has: 2 with 1 CPU and 0 GPUs; in this Ray"
+    ):
+        ray_job.run_job(f"{JOBS}:tells", {}, 2, hosts=(1, 1))  # there is one node
 
 
 def test_a_job_has_a_process() -> None:

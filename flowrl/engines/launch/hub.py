@@ -283,6 +283,7 @@ class HubBoard:
         self.folder: Path | None = folder
         self.address = across.address
         self._here, self._across, self._hub = folder, across, hub
+        self._sock = _connected(across, rank)
         self._lock = hold(folder, rank)
         self._count = 0
         self._answers: dict[int, tuple[dict[str, Any], bytes]] = {}
@@ -291,7 +292,6 @@ class HubBoard:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._uris: dict[int, str] = {}
-        self._sock = _connected(across, rank)
         self._server = FileServer(folder, across.address, across.token)
         threading.Thread(target=self._listen, name="flowrl-board", daemon=True).start()
         self.post(f"rows-at/{rank}", self._server.uri.encode())

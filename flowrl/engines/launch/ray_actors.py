@@ -1,6 +1,7 @@
-"""What runs on the node of a Ray job: a process for each rank, and one that stays beside them.
+"""What runs on each node of a Ray job: a process for each rank, and one that stays beside them.
 
-    host            makes the job's folder in shared memory, passes on what ranks print, sees their processes end, tidies up
+    host            makes the job's folder in shared memory, passes on what ranks print, sees their processes end, tidies up;
+                    on the first of several nodes it holds the hub
       rank 0 .. n-1  the same rank function as with any other launcher, in the actor's own process and main thread
 
 Plain classes, which `flowrl.engines.launch.ray_job` makes actors of.
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.engines.launch.board import Failure
-from flowrl.engines.launch.folder import fail, failure_in, make_folder, place_of, remove_folder
-from flowrl.engines.launch.ray_options import LOOPBACK
+from flowrl.engines.launch.folder import FolderWord, make_folder, remove_folder
+from flowrl.engines.launch.hub import Hub
 from flowrl.engines.launch.worker import attempt
 from flowrl.errors import ConfigError
 from flowrl.store import folders
@@ -43,6 +44,9 @@ class Where:
     """Where each rank's output goes."""
     port: int
     """Free at that moment, for MASTER_PORT."""
+    hub: str = ""
+    """Address of the job's hub, where this process holds it."""
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +102,40 @@ class RankActor:
 
 
 class HostActor:
-    """Beside the ranks, on their node. Does none of their work."""
+    """Beside the ranks of a node. Does none of their work."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, ranks: Sequence[int], address: str, hub_of: int = 0) -> None:
+        """Args:
+        ranks: that are on this node.
+        address: of this node, for the others.
+        hub_of: size of the job whose hub this one is to hold; 0: none.
+        """
         self._folder = make_folder()
+        self._address = address
+        self._word: FolderWord | Hub = Hub(hub_of, host=address) if hub_of else FolderWord(self._folder)
         self._logs = tempfile.mkdtemp(prefix="flowrl-ranks-")
         self._processes: dict[int, int] = {}
         """Rank -> descriptor of its process: never that of another which got its id later."""
         self._streams: dict[tuple[int, bool], int] = {}
-        for rank in range(num_ranks):
+        for rank in ranks:
             for name in ("out", "err"):
                 opened = os.open(_log(self._logs, rank, name), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 self._streams[rank, name == "err"] = opened
         self._rest: dict[tuple[int, bool], bytes] = {}
 
     def where(self) -> Where:
-        with socket.socket() as one:
-            one.bind((LOOPBACK, 0))
-            return Where(str(self._folder), self._logs, one.getsockname()[1])
+        hub = (self._word.address, self._word.token) if isinstance(self._word, Hub) else ("", "")
+        with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET) as one:
+            one.bind((self._address, 0))
+            return Where(str(self._folder), self._logs, one.getsockname()[1], *hub)
 
-    def watch(self, pids: Sequence[int]) -> list[int]:
+    def watch(self, pids: Mapping[int, int]) -> list[int]:
         """All ranks have begun: hold on to their processes, and to nothing by name. Ranks whose process is gone already."""
         shutil.rmtree(
             self._logs, ignore_errors=True
         )  # they are read and written by descriptor: nothing can stay behind
         gone = []
-        for rank, pid in enumerate(pids):
+        for rank, pid in pids.items():
             try:
                 self._processes[rank] = os.pidfd_open(pid)
             except ProcessLookupError:
@@ -151,11 +163,12 @@ class HostActor:
         return found
 
     def fail(self, rank: int, error: str, text: str) -> None:
-        """Tell the ranks that one of them is gone."""
-        fail(self._folder, Failure(rank, place_of(self._folder, rank), error, text))
+        """Tell the ranks that one of them is gone. Asked of the first host."""
+        self._word.fail(Failure(rank, self._word.place_of(rank), error, text))
 
     def failure(self) -> Failure | None:
-        return failure_in(self._folder)
+        """The first of the job. Asked of the first host."""
+        return self._word.failure()
 
     def ended(self, timeout_s: float) -> list[int]:
         """Wait for the processes of all ranks, and kill those that are there after `timeout_s`: these ranks."""
@@ -173,6 +186,7 @@ class HostActor:
         self._processes.clear()
         self._streams.clear()
         shutil.rmtree(self._logs, ignore_errors=True)
+        self._word.close()
         remove_folder(self._folder)
         folders.reclaim_orphans()
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.engines.launch.ray_options import LOCAL, LOOPBACK, RayOptions
+from flowrl.engines.launch.across import LOOPBACK
+from flowrl.engines.launch.ray_options import LOCAL, RayOptions
 from flowrl.errors import ConfigError, EngineError, MissingExtra, WaitTimeout
 
 try:
@@ -113,42 +114,79 @@ def nodes() -> list[Node]:
     ]
 
 
-def refuse_too_large(found: Sequence[Node], nproc: int, options: RayOptions) -> None:
-    """Errors: ConfigError when no node could hold all ranks, even if nothing else ran there."""
-    cpus, gpus = nproc * options.cpus, nproc * options.gpus
-    if any(one.cpus + EPSILON >= cpus and one.gpus + EPSILON >= gpus for one in found):
+def refuse_too_large(found: Sequence[Node], hosts: Sequence[int], options: RayOptions) -> None:
+    """Errors: ConfigError when the nodes could not hold the ranks of all hosts, each host on a node of its own, even if nothing
+    else ran there."""
+    room = sorted((_most_ranks(one, options) for one in found), reverse=True)
+    wanted = sorted(hosts, reverse=True)
+    if len(room) >= len(wanted) and all(has >= needs for has, needs in zip(room, wanted, strict=False)):
         return
     raise ConfigError(
-        f"{nproc} rank{'s' if nproc > 1 else ''} need one node with {_amount(cpus, gpus)}, as rows cross ranks in the memory of "
-        f"one host; in this Ray cluster {'; '.join(map(str, found)) or 'no node is alive'}: add a node that is large enough, "
-        "or plan for fewer devices"
+        f"{_needed(hosts, options)}; in this Ray cluster {'; '.join(map(str, found)) or 'no node is alive'}: add nodes that are "
+        "large enough, or plan for fewer devices"
     )
 
 
-@contextmanager
-def placed(nproc: int, options: RayOptions) -> Iterator[tuple[Any, str]]:
-    """A placement group with a bundle for each rank, all on one node, and that node's name; it is removed at the end.
+def _most_ranks(node: Node, options: RayOptions) -> int:
+    """How many ranks a node can hold."""
+    asked = ((node.cpus, options.cpus), (node.gpus, options.gpus))
+    return min(math.floor(has / needs + EPSILON) for has, needs in asked if needs)
 
-    Errors: WaitTimeout when other jobs leave no node with so much room within `options.place_s`.
+
+def _needed(hosts: Sequence[int], options: RayOptions) -> str:
+    """What ranks need, in words."""
+    total = sum(hosts)
+    ranks = f"{total} rank{'s' if total > 1 else ''} need"
+    if len(hosts) == 1:
+        return f"{ranks} one node with {_amount(total * options.cpus, total * options.gpus)}, as devices of one node of the plan"
+    sizes = [
+        f"{hosts.count(one)} with {_amount(one * options.cpus, one * options.gpus)}" for one in dict.fromkeys(hosts)
+    ]
+    return f"{ranks} {len(hosts)} nodes, as the plan has: {' and '.join(sizes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Places that a job has on the cluster."""
+
+    group: Any
+    """The placement group, with a bundle for each host."""
+    names: tuple[str, ...]
+    """Of the node of each host."""
+    addresses: tuple[str, ...]
+    """Of the node of each host."""
+
+
+@contextmanager
+def placed(hosts: Sequence[int], options: RayOptions) -> Iterator[Held]:
+    """A placement group with a bundle for the ranks of each host, each on a node of its own; it is removed at the end.
+
+    Errors: WaitTimeout when other jobs leave no nodes with so much room within `options.place_s`.
     """
-    bundle = {name: count for name, count in (("CPU", options.cpus), ("GPU", options.gpus)) if count}
-    group = placement_group([bundle] * nproc, strategy="STRICT_PACK", name="flowrl")
+    bundles = [
+        {name: count * ranks for name, count in (("CPU", options.cpus), ("GPU", options.gpus)) if count}
+        for ranks in hosts
+    ]
+    strategy = "STRICT_PACK" if len(hosts) == 1 else "STRICT_SPREAD"
+    group = placement_group(bundles, strategy=strategy, name="flowrl")
     try:
         if not group.wait(math.ceil(options.place_s)):  # Ray would cut it to whole seconds
             free = ray.available_resources()
             raise WaitTimeout(
-                f"waited {options.place_s:g} s for one node with {_amount(nproc * options.cpus, nproc * options.gpus)} free for "
-                f"{nproc} ranks; {'; '.join(map(str, nodes()))}, and {_amount(free.get('CPU', 0.0), free.get('GPU', 0.0))} of "
-                "all are free, as Ray last heard: wait for other jobs to end (ray status), or give a longer time"
+                f"waited {options.place_s:g} s until so much is free: {_needed(hosts, options)}; {'; '.join(map(str, nodes()))}, "
+                f"and {_amount(free.get('CPU', 0.0), free.get('GPU', 0.0))} of all are free, as Ray last heard: wait for other "
+                "jobs to end (ray status), or give a longer time"
             )
-        node = placement_group_table(group)["bundles_to_node_id"][0]
-        yield group, next((_name(one) for one in ray.nodes() if one["NodeID"] == node), node)
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+        known = {one["NodeID"]: one for one in ray.nodes()}
+        on = [known[node_of[index]] for index in range(len(hosts))]
+        yield Held(group, tuple(map(_name, on)), tuple(one["NodeManagerAddress"] for one in on))
     finally:
         remove_placement_group(group)
 
 
 def bundle_of(group: Any, index: int) -> Any:
-    """Where an actor is put: the bundle of a rank."""
+    """Where an actor is put: the bundle of a host."""
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 

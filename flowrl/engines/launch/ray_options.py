@@ -10,7 +10,6 @@ from flowrl.mesh import Cluster
 from flowrl.model import Model
 from flowrl.planner.steps import Plan
 
-LOOPBACK = "127.0.0.1"
 LOCAL = "local"
 """Address of a cluster of one node that is started for the job, and ended with it."""
 
@@ -31,11 +30,11 @@ class RayOptions:
     address: str | None = None
     """`HOST:PORT` of a cluster, or `local`; None: $RAY_ADDRESS, else the cluster of this host, else `local`."""
     place_s: float = 300.0
-    """Longest wait for a node that has room for all ranks."""
+    """Longest wait for nodes that have room for all ranks."""
     start_s: float = 300.0
     """Longest wait for the ranks' processes to start."""
     silent_s: float = 60.0
-    """How long the node of the ranks may say nothing until it counts as lost."""
+    """How long a node of the ranks may say nothing until it counts as lost."""
 
     def __post_init__(self) -> None:
         if self.cpus < 0 or self.gpus < 0 or not self.cpus + self.gpus:
@@ -60,12 +59,11 @@ def gpus_of_rank(engine: str, models: Iterable[Model], cluster: Cluster) -> floa
     return 0.0 if is_on_cpu else 1.0
 
 
-def refuse_several_hosts(plan: Plan, nproc: int) -> None:
-    """Errors: ConfigError for a plan whose ranks are on several hosts of its cluster."""
-    cluster = plan.cluster
-    last = cluster.node_of(nproc - 1)
-    if last:
-        raise ConfigError(
-            f"plan '{plan.name}' has {nproc} ranks on {last + 1} hosts of {cluster.devices_per_node} devices; rows cross ranks "
-            f"in the memory of one host so far: plan for a cluster of one host (at most {cluster.devices_per_node} devices here)"
-        )
+def hosts_of(plan: Plan, nproc: int) -> tuple[int, ...]:
+    """How many ranks are on each host: rank r is device r of the plan, and devices of one of its nodes share a host.
+
+    Example:
+        hosts_of(plan_for_16_gpus, 12)          # (8, 4)
+    """
+    per_node = plan.cluster.devices_per_node
+    return tuple(min(per_node, nproc - first) for first in range(0, nproc, per_node))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import flowrl as fr
-from flowrl.engines.launch.ray_options import RayOptions, gpus_of_rank, refuse_several_hosts
+from flowrl.engines.launch.ray_options import RayOptions, gpus_of_rank, hosts_of
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster
 
@@ -25,11 +25,11 @@ def test_what_a_rank_asks_for() -> None:
     assert gpus_of_rank("null", [there], GPUS) == 0
 
 
-def test_ranks_on_several_hosts_are_refused() -> None:
+def test_ranks_are_on_the_hosts_of_their_devices() -> None:
     plan = replace(rank_jobs.plan_of(rank_jobs.FLOWS["raft"][0].graph(), 4), cluster=GPUS)
-    refuse_several_hosts(plan, 8)
-    with pytest.raises(ConfigError, match="has 9 ranks on 2 hosts of 8 devices; rows cross ranks in the memory"):
-        refuse_several_hosts(plan, 9)
+    assert [hosts_of(plan, ranks) for ranks in (4, 8, 9, 16)] == [(4,), (8,), (8, 1), (8, 8)]
+    pairs = replace(plan, cluster=replace(GPUS, nodes=3, devices_per_node=2))
+    assert hosts_of(pairs, 5) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(
