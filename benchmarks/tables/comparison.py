@@ -184,8 +184,12 @@ def read(measured: Measured, workload: Workload, plan: Plan) -> None:
             ways[f"seq/{store.name}"] = lambda s=store: reads.speed(s.sequential(), len(order))
             ways[f"rand/{store.name}"] = lambda s=store, p=part: reads.speed(s.random(p), len(p))
             if isinstance(store, TableStore):
+                reads.check_batches(f"{store.name}, reuse", store.reusing(), rows, range(len(order)))
+                ways[f"reuse seq/{store.name}"] = lambda s=store: reads.speed(s.reusing(), len(order))
+                ways[f"reuse rand/{store.name}"] = lambda s=store: reads.speed(s.reusing(shuffle=True), len(order))
                 ways[f"packed/{store.name}"] = lambda s=store: reads.speed(s.packed(), len(order))
         ways["limit/padded"] = lambda: limit.speed(padded=True)
+        ways["limit/padded, two"] = lambda: limit.speed(padded=True, buffers=2)
         ways["limit/packed"] = lambda: limit.speed(padded=False)
         found = interleaved(plan.rounds, ways)
         _read_figures(measured, found)
@@ -198,11 +202,21 @@ def read(measured: Measured, workload: Workload, plan: Plan) -> None:
             ["32 rows padded, one process", "in order, rows/CPU-s", "at random"],
             [[s.name, _thousands(found[f"seq/{s.name}"]), _thousands(found[f"rand/{s.name}"])] for s in held]
             + [
+                [
+                    "  reuse=True, " + s.name,
+                    _thousands(found[f"reuse seq/{s.name}"]),
+                    _thousands(found[f"reuse rand/{s.name}"]),
+                ]
+                for s in held
+                if isinstance(s, TableStore)
+            ]
+            + [
                 ["  packed, " + s.name, _thousands(found[f"packed/{s.name}"]), ""]
                 for s in held
                 if isinstance(s, TableStore)
             ]
             + [["limit of memory, padded", _thousands(found["limit/padded"]), ""]]
+            + [["  into two buffers in turn", _thousands(found["limit/padded, two"]), ""]]
             + [["limit of memory, packed", _thousands(found["limit/packed"]), ""]],
         )
     )
@@ -225,10 +239,14 @@ def _read_figures(measured: Measured, found: dict[str, list[float]]) -> None:
             for how in ("seq", "rand"):
                 if f"{how}/{other}" in found:
                     figures[f"{how}/{figure}"] = ratio(found[f"{how}/{mine}"], found[f"{how}/{other}"])
-        fixed = [ratio(found[f"seq/{mine}"], found[f"seq/{name}"]) for name in FIXED if f"seq/{name}" in found]
-        if fixed:
-            figures["seq/fixed"] = min(fixed)
+                    figures[f"reuse {how}/{figure}"] = ratio(found[f"reuse {how}/{mine}"], found[f"{how}/{other}"])
+        for how in ("seq", "reuse seq"):
+            fixed = [ratio(found[f"{how}/{mine}"], found[f"seq/{name}"]) for name in FIXED if f"seq/{name}" in found]
+            if fixed:
+                figures[f"{how}/fixed"] = min(fixed)
         figures["limit/padded"] = ratio(found[f"seq/{mine}"], found["limit/padded"])
+        figures["limit/padded, two"] = ratio(found[f"seq/{mine}"], found["limit/padded, two"])
+        figures["limit/padded, reuse"] = ratio(found[f"reuse seq/{mine}"], found["limit/padded"])
         figures["limit/packed"] = ratio(found[f"packed/{mine}"], found["limit/packed"])
 
 

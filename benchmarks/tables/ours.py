@@ -89,6 +89,10 @@ class TableStore(Store):
         """In an order of its own."""
         return self._read(shuffle=True)
 
+    def reusing(self, *, shuffle: bool = False) -> Iterator[Batch]:
+        """Each batch in the memory of the one before."""
+        return self._read(shuffle=shuffle, reuse=True)
+
     def packed(self) -> Iterator[Batch]:
         """Values end to end; yields what `speed` counts."""
         for batch in self._read("packed"):

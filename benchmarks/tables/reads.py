@@ -67,12 +67,14 @@ def speed(batches: Iterator[Batch], num_rows: int, clock: Callable[[], float] = 
 
 def check(store: Store, rows: Rows, order: np.ndarray) -> None:
     """The bytes that come out are those that went in."""
-    for what, batches, numbers in (
-        ("in order", store.sequential(), range(len(rows.rows))),
-        ("at random", store.random(order), order.tolist()),
-    ):
-        found = dict.fromkeys(rows.names, 0)
-        for batch in batches:
-            found = add(found, digest(batch, rows.names))
-        if found != rows.digest(numbers):
-            raise SystemExit(f"{store.name}: other values came out {what}")
+    check_batches(f"{store.name}, in order", store.sequential(), rows, range(len(rows.rows)))
+    check_batches(f"{store.name}, at random", store.random(order), rows, order.tolist())
+
+
+def check_batches(what: str, batches: Iterator[Batch], rows: Rows, numbers: Sequence[int]) -> None:
+    """These are the rows of these numbers."""
+    found = dict.fromkeys(rows.names, 0)
+    for batch in batches:
+        found = add(found, digest(batch, rows.names))
+    if found != rows.digest(numbers):
+        raise SystemExit(f"{what}: other values came out")

@@ -24,7 +24,7 @@ from flowrl.store.laying import LAYOUTS, Layer, carrier_for, check_carried, chec
 from flowrl.store.rows import RowBatch
 from flowrl.store.settings import check_count
 from flowrl.store.source import BatchRows, RowSource, as_source
-from flowrl.store.staging import TIMEOUT_S, Ahead, Carrier
+from flowrl.store.staging import TIMEOUT_S, Ahead, Carrier, Staged
 
 __all__ = ["LAYOUTS", "Batch", "BatchRows", "Loader", "RowSource", "as_source", "packed", "padded"]
 
@@ -62,6 +62,7 @@ class Loader:
         pin: bool | None = None,
         prefetch: int = 0,
         num_workers: int = 0,
+        reuse: bool = False,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Args:
@@ -80,6 +81,9 @@ class Loader:
                 on the device too, as long as the caller keeps none.
             num_workers: what torch's DataLoader calls it. Means `prefetch` of at least twice as many, with one thread: worker
                 processes would have to copy what a thread reads in place.
+            reuse: a batch ends when the next one is asked for: reading it then is a StoreError, and the next one is made in
+                its memory, which the processor has in its cache still. An array that was taken out of it and is still held
+                stays as it is, as ever; the next batch then lies elsewhere. Without `prefetch`; not for layout "rows".
             timeout_s: longest wait for a batch that is made ahead.
 
         Errors: ConfigError for options that make no sense; DataError for a row or group that fits in no batch. While
@@ -92,11 +96,16 @@ class Loader:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"loader needs {name} of 0 or more; found {value!r}")
         check_layout(layout)
+        if reuse and (layout == "rows" or prefetch or num_workers):
+            raise ConfigError(
+                "loader's reuse=True makes a batch in the memory of the one before: it needs layout 'padded' or 'packed', and no "
+                "prefetch or num_workers, whose batches are made while the one before is in use"
+            )
         if batch_rows is None and max_tokens is None:
             batch_rows = DEFAULT_ROWS
         self.batch_rows, self.max_tokens = batch_rows, max_tokens
         self.shuffle, self.seed, self.layout, self.pad_multiple = shuffle, seed, layout, pad_multiple
-        self.device, self.pin, self.timeout_s = device, pin, timeout_s
+        self.device, self.pin, self.reuse, self.timeout_s = device, pin, reuse, timeout_s
         self.prefetch = max(prefetch, 2 * num_workers)
         self.epoch = 0
         """Of the next iteration; set it to repeat or skip one."""
@@ -151,10 +160,22 @@ class Loader:
                 for rows in self.batches(epoch):
                     yield self._source.rows(rows, self._columns)
                 return
+            if self.reuse:
+                yield from self._made_in_one(epoch, carrier)
+                return
             for rows in self.batches(epoch):
                 yield self._layer.lay_out(rows, carrier)
         finally:
             self._idle.append(carrier)
+
+    def _made_in_one(self, epoch: int, carrier: Carrier) -> Iterator[Staged]:
+        """Each batch in the memory of the one before, which ends; the last one of an epoch does not."""
+        batch: Staged | None = None
+        for rows in self.batches(epoch):
+            if batch is not None:
+                batch.end()
+            batch = self._layer.lay_out(rows, carrier)
+            yield batch
 
     def close(self) -> None:
         """End the threads and let go of the memory. Iterating again starts anew."""

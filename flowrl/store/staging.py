@@ -15,6 +15,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,7 +30,7 @@ TIMEOUT_S = 600.0
 _POLL_S = 0.5
 """How often a wait looks whether the other side is still there."""
 _ROOM = 1 << 16
-"""Blocks are a multiple of this, so that batches of nearly one size use the same block."""
+"""Blocks are a multiple of this, so that batches of nearly one size use the same block; those above half a huge page, of that."""
 
 
 class Staged(dict[str, Any]):
@@ -39,10 +41,45 @@ class Staged(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self),))  # what is pickled is a plain dict
 
+    def end(self) -> None:
+        """Let go of its arrays. Whoever reads it from now on gets a StoreError; arrays taken out before stay as they are."""
+        self.clear()
+        self.__class__ = _ended(type(self))
+
+
+def _refuse(batch: Staged, *_: Any, **__: Any) -> Any:
+    raise StoreError(
+        "this batch ended when the next one was asked for, because its loader was made with reuse=True. Keep its arrays "
+        "(batch['response_ids'], or dict(batch)) before that, or make the loader without reuse"
+    )
+
+
+_READING = (
+    "__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__reduce__", "__reversed__",
+    "__ror__", "copy", "get", "items", "keys", "pop", "popitem", "values",
+)  # fmt: skip
+
+
+@lru_cache
+def _ended(kind: type[Staged]) -> type[Staged]:
+    """What batches of this type are when they have ended."""
+    return type("EndedBatch", (kind,), {"__slots__": (), "__hash__": None, **dict.fromkeys(_READING, _refuse)})
+
+
+_HUGE = 2 << 20
+"""Bytes of a huge page."""
+
 
 def pages(nbytes: int) -> np.ndarray:
-    """Fresh zero pages, uint8 [nbytes]; unlike the allocator's they go back to the system at once."""
-    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """Fresh zero pages, uint8 [nbytes]; unlike the allocator's they go back to the system at once.
+
+    Multiples of 2 MiB are asked for as huge pages: to fill such a block takes fewer looks into the page table.
+    """
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes % _HUGE == 0:
+        with suppress(OSError):  # a system without them
+            memory.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
+    return np.frombuffer(memory, np.uint8)
 
 
 _blocks = [pages(1)]
@@ -96,7 +133,8 @@ class StagingPool:
         block = _spare_block(nbytes) if self._is_plain else None
         if block is None:
             size = max(nbytes + nbytes // 8, largest, 1)
-            block = self._allocate(-(-size // _ROOM) * _ROOM)
+            room = _HUGE if size > _HUGE // 2 and self._is_plain else _ROOM
+            block = self._allocate(-(-size // room) * room)
         self.made += 1
         blocks.append(block)
         return block

@@ -435,6 +435,7 @@ class ExperienceTable:
         pin: bool | None = None,
         prefetch: int = 0,
         num_workers: int = 0,
+        reuse: bool = False,
     ) -> Loader:
         """Batches of the rows held now; see `flowrl.store.loader.Loader` for the options and layouts.
 
@@ -447,7 +448,7 @@ class ExperienceTable:
         return Loader(
             view, batch_rows=batch_rows, max_tokens=max_tokens, columns=columns, shuffle=shuffle, seed=seed,
             group_by=group_by, layout=layout, pad_multiple=pad_multiple, device=device, pin=pin, prefetch=prefetch,
-            num_workers=num_workers,
+            num_workers=num_workers, reuse=reuse,
         )  # fmt: skip
 
     def _needed(

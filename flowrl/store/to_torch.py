@@ -121,7 +121,7 @@ class CudaCarrier:
             if isinstance(self.pool, _PinnedPool):
                 self.pool.is_read_until(block, stream.record_event(torch.cuda.Event(blocking=True)))
             if self._stream is not None:
-                batch.copied = stream.record_event()
+                batch.copied, batch.buffer = stream.record_event(), buffer
         base = block.__array_interface__["data"][0]
         seen: dict[np.dtype[Any], torch.Tensor] = {}
         for name, array in arrays.items():
@@ -131,7 +131,6 @@ class CudaCarrier:
                 typed = seen[dtype] = buffer.view(self._dtype(dtype))
             offset = array.__array_interface__["data"][0] - base
             batch[name] = typed.as_strided(array.shape, [step // size for step in array.strides], offset // size)
-        batch.buffer = buffer
         return batch
 
     def _dtype(self, dtype: np.dtype[Any]) -> torch.dtype:

@@ -239,6 +239,12 @@ def _fill_block(rows: Any, outputs: Any, matrix: Any, is_packed: bool, sizes: An
     block = np.int64(into.ctypes.data)
     if len(into) < nbytes or (nbytes and block % ALIGN):
         return False
+    if count > 0 and rows[count - 1] - rows[0] != count - 1:
+        # of rows in order the matrix has a few lines of memory, of others one for each row
+        table = np.int64(matrix.ctypes.data)
+        for line in range(len(matrix)):
+            for place in range(count):
+                _will_read(table + 8 * (line * matrix.shape[1] + rows[place]))
     for output in range(len(outputs)):
         what, axis, size, numbers, column, _ = outputs[output]
         target = block + sizes[output, 0]

@@ -72,6 +72,20 @@ def test_kept_tensors_are_never_overwritten() -> None:
             assert np.array_equal(one.numpy(), other[:, :2])
 
 
+def test_a_backward_pass_reads_its_own_batch_whatever_is_reused() -> None:
+    batch = rows_of(60)
+    options: dict[str, Any] = {"batch_rows": 4, "layout": "padded", "device": "cpu"}
+    weight = torch.ones((), requires_grad=True)
+    losses = [
+        (weight * part["logprobs"]).sum() for part in Loader(batch, reuse=True, **options)
+    ]  # each keeps its tensor
+    for loss, part in zip(losses, Loader(batch, **options), strict=True):
+        (found,) = torch.autograd.grad(loss, weight)
+        assert torch.equal(found, part["logprobs"].sum())
+    for one, other in zip(Loader(batch, reuse=True, **options), Loader(batch, **options), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     ("options", "says"),

@@ -5,7 +5,7 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -169,6 +169,9 @@ def _filled(rows: RowBatch) -> ExperienceTable:
         ({"num_workers": True}, "num_workers of 0 or more"),
         ({"pin": True}, "pin=True is for tensors"),
         ({"device": "cpu"}, "layout 'rows' gives a RowBatch, which has no device"),
+        ({"reuse": True}, "reuse=True.*needs layout 'padded' or 'packed'"),
+        ({"reuse": True, "layout": "packed", "prefetch": 2}, "reuse=True.*no prefetch"),
+        ({"reuse": True, "layout": "packed", "num_workers": 1}, "reuse=True.*no prefetch"),
         (
             {"device": "cpu", "layout": "padded"},
             r"'prompt_id' is PROMPT.str and cannot be a tensor.*columns=\['prompt_ids'",
@@ -301,6 +304,49 @@ def test_a_batch_that_is_kept_is_never_overwritten() -> None:
         loader = Loader(batch, batch_rows=2, layout="padded", prefetch=prefetch)
         kept = [part["response_ids"][:, :1] for part in loader]  # a slice is enough to hold the memory
         assert [part.reshape(-1).tolist() for part in kept] == [[10 + 2 * i, 11 + 2 * i] for i in range(20)]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_reuse_gives_the_same_batches(layout: str) -> None:
+    batch = tokens([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "aabbbccdeef")
+    options: dict[str, Any] = {"shuffle": True, "seed": 4, "layout": layout, "batch_rows": 4}
+    plain, reusing = Loader(batch, **options), Loader(batch, reuse=True, **options)
+    for _ in range(2):
+        made = [{name: np.copy(array) for name, array in part.items()} for part in reusing]  # type: ignore[union-attr]
+        for one, other in zip(plain, made, strict=True):
+            same(one, other)
+
+
+def test_a_reused_batch_lies_where_the_one_before_lay() -> None:
+    loader = Loader(tokens([5] * 40), batch_rows=2, layout="padded", reuse=True)
+    places = {part["response_ids"].ctypes.data for part in loader}
+    assert len(places) == 1
+    (carrier,) = loader._idle
+    assert carrier.pool.made == 1
+
+
+def test_a_batch_that_ended_says_so() -> None:
+    batches = iter(Loader(tokens([2, 1, 3, 4]), batch_rows=2, layout="padded", reuse=True))
+    first: Any = next(batches)
+    copied = dict(first)
+    assert first["mask"].tolist() == [[True, True], [True, False]]
+    last: Any = next(batches)
+    reads: list[Callable[[], Any]] = [
+        lambda: first["mask"], lambda: list(first), lambda: len(first), lambda: first.get("mask"), lambda: "mask" in first,
+        lambda: first.items(), lambda: first.keys(), lambda: first.values(), lambda: dict(first), lambda: {**first},
+        lambda: first | {}, lambda: {} | first, lambda: first.copy(), lambda: pickle.dumps(first), lambda: first == copied,
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(StoreError, match="reuse=True"):
+            read()
+    assert next(batches, None) is None
+    assert last["mask"].tolist() == [[True] * 3 + [False], [True] * 4]  # no other batch came
+
+
+def test_arrays_taken_out_of_a_batch_outlive_it() -> None:
+    loader = Loader(tokens(list(range(1, 41))), batch_rows=2, layout="padded", reuse=True)
+    kept = [part["response_ids"][:, :1] for part in loader]
+    assert [part.reshape(-1).tolist() for part in kept] == [[10 + 2 * i, 11 + 2 * i] for i in range(20)]
 
 
 def test_memory_of_a_dropped_batch_is_used_again() -> None:
@@ -438,4 +484,4 @@ def test_a_block_is_taken_again_when_nothing_refers_to_it() -> None:
     assert len(pool._blocks) == 2
     large = pool.take(10 << 20)
     assert len(large) >= 10 << 20
-    assert pool.nbytes < 12 << 20
+    assert pool.nbytes < 13 << 20
