@@ -27,7 +27,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "plan", "tables", "tiny", "__init__"}
+    tested = {*RUNNABLE, "demo", "grpo_by_hand", "grpo_smollm2", "many_devices", "plan", "tables", "tiny", "__init__"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
 
 
