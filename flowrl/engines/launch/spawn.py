@@ -48,7 +48,8 @@ def run_job(
         hosts: more than 1 treats neighbouring ranks, in as many equal parts, as if they were on hosts of their own: no memory in
             common, rows by Arrow Flight, messages by the network. To try on one machine what a run on several does.
 
-    Errors: RunError with the first error of any rank. No process, and nothing of the job in shared memory, is left.
+    Errors: RunError with the first error of any rank; KeyboardInterrupt when one was interrupted. No process, and nothing of the
+    job in shared memory, is left.
     """
     if nproc < 1:
         raise ConfigError(f"a job has at least 1 process; found {nproc}")
@@ -73,6 +74,8 @@ def run_job(
         for folder in folders_of:
             remove_folder(folder)
         folders.reclaim_orphans()
+    if failure is not None and failure.is_interrupt:
+        raise KeyboardInterrupt(f"rank {failure.rank} was interrupted")
     if failure is not None:
         raise RunError(failure.told())
 
@@ -98,6 +101,7 @@ def _start(entry: str, argument: Any, place: Place, environment: Mapping[str, st
 def _wait(running: Sequence[subprocess.Popen[bytes]], word: FolderWord | Hub, grace_s: float) -> Failure | None:
     """Until all have ended, or some time after the first that failed."""
     until: float | None = None
+    first: Failure | None = None
     codes: dict[int, int] = {}
     while len(codes) < len(running):
         left = [rank for rank in range(len(running)) if rank not in codes]
@@ -107,10 +111,10 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], word: FolderWord | Hub, gr
             codes[rank] = code
             if code and until is None:
                 until = time.monotonic() + grace_s
-                word.fail(Failure(rank, word.place_of(rank), _how(code)))
+                first = word.fail(Failure(rank, word.place_of(rank), _how(code)))
         if until is not None and time.monotonic() >= until:
             break
-    return word.failure()
+    return word.failure() or first  # the folder of the job may have gone, and with it the word of why
 
 
 def _let_end(running: Sequence[subprocess.Popen[bytes]], word: FolderWord | Hub, grace_s: float) -> None:

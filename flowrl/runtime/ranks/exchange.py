@@ -51,6 +51,8 @@ class Exchange:
     _files: dict[int, list[str]] = field(default_factory=dict)
     """Step -> keys whose file this rank removes."""
     _posted: dict[int, list[str]] = field(default_factory=dict)
+    _ended: int | None = None
+    """The last step that this rank has ended."""
 
     @property
     def rank(self) -> int:
@@ -130,20 +132,29 @@ class Exchange:
             return value
         return pickle.loads(self._get(f"{key}/said", [teller], edge)[0])
 
-    def end_step(self) -> None:
-        """This rank has ended its step; what the step before needed is removed, once all ranks have ended that."""
-        step = self.step
-        if self.board.world > 1:
-            self._post(f"{step}/done/{self.rank}", None)
-            if step > 0:
-                everybody = range(self.board.world)
-                self._get(f"{step - 1}/done", everybody, f"the end of step {step - 1}")
-                self._forget(step - 1)
+    def end_step(self, said: Any = None) -> list[Any]:
+        """This rank has ended its step; what the step before needed is removed, once all ranks have ended that.
 
-    def end(self) -> None:
-        """After the last step: when all ranks have come here, everything is removed but the word that they did."""
+        Returns what each rank said of the step before; [] in the first one.
+        """
+        before, self._ended = self._ended, self.step
         if self.board.world == 1:
-            return
+            return []
+        self._post(f"{self.step}/done/{self.rank}", said)
+        if before is None:
+            return []
+        found = self._of_all(before)
+        self._forget(before)
+        return found
+
+    def end(self) -> list[Any]:
+        """After the last step: when all ranks have come here, everything is removed but the word that they did.
+
+        Returns what each rank said of the last step.
+        """
+        if self.board.world == 1:
+            return []
+        found = [] if self._ended is None else self._of_all(self._ended)
         posted = [key for keys in self._posted.values() for key in keys]
         self._post(f"-1/end/{self.rank}", None)
         self._get("-1/end", range(self.board.world), "the end of the run")
@@ -151,6 +162,11 @@ class Exchange:
             self._remove(step)
         self.board.drop(posted)
         self._posted.clear()
+        return found
+
+    def _of_all(self, step: int) -> list[Any]:
+        everybody = range(self.board.world)
+        return [pickle.loads(data) for data in self._get(f"{step}/done", everybody, f"the end of step {step}")]
 
     def _remove(self, step: int) -> None:
         folder = self.board.folder

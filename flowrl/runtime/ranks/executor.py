@@ -24,10 +24,11 @@ from flowrl.graph.nodes import Node
 from flowrl.planner.steps import Step
 from flowrl.planner.tasks import StepKind
 from flowrl.runtime import planned
-from flowrl.runtime.context import Context, StepLog, Value, Version
+from flowrl.runtime.context import Context, StepLog, Table, Value, Version
 from flowrl.runtime.executor import chosen, needed
 from flowrl.runtime.planned import Moved, PlannedExecutor, unknown_state
 from flowrl.runtime.program import Act, Action
+from flowrl.runtime.ranks.alike import compare_drawn, digest_of
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.hosts import SharedHost
 from flowrl.runtime.ranks.places import models_in
@@ -47,6 +48,8 @@ class RankExecutor(PlannedExecutor):
     """The models, as `hosts`."""
     _behind: dict[str, set[str]] = field(default_factory=dict)
     """Model -> names of its sites that lack its newest weights."""
+    _drawn: dict[str, str] = field(default_factory=dict)
+    """Data set -> digest of the rows that this rank has drawn in the step at hand."""
 
     @property
     def is_reporter(self) -> bool:
@@ -55,14 +58,22 @@ class RankExecutor(PlannedExecutor):
     def step(self, number: int) -> tuple[dict[str, Value], StepLog]:
         """One iteration; on rank 0 all values and the whole log, elsewhere what this rank computed."""
         self.desk.step_begins(number)
+        self._drawn = {}
         return super().step(number)
+
+    def _input(self, node: Node) -> Value:
+        value = super()._input(node)
+        if isinstance(value, Table) and not self.desk.is_alone:
+            self._drawn[node.name] = digest_of(value.batch)
+        return value
 
     def _complete(self, context: Context, asked: frozenset[str], logs: dict[str, StepLog]) -> None:
         if self.is_reporter:
             for node in self.graph:
                 if node.name in asked:
                     self._ensure(node, context, logs)
-        self.desk.exchange.end_step()
+        ended = self.desk.exchange.end_step(self._drawn)
+        compare_drawn(self.desk.exchange.step - 1, ended)
 
     def _context(self, number: int) -> Context:
         return replace(super()._context(number), operate=Operate(self.desk))

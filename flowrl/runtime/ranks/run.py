@@ -31,6 +31,7 @@ from flowrl.runtime.local import Prepared, Run, describe_run, find_checkpoint, i
 from flowrl.runtime.options import OPTION_NAMES, Options
 from flowrl.runtime.planned import Bound, bound_of
 from flowrl.runtime.program import program_in_order
+from flowrl.runtime.ranks.alike import compare_drawn, compare_facts, facts_of
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.exchange import AllRanks, Exchange
 from flowrl.runtime.ranks.executor import RankExecutor
@@ -121,6 +122,13 @@ def _run(
     opened = open_rank_engine(engine, board)
     refuse(opened, places, prepared.models)
     exchange = Exchange(board, timeout_s, f"run{board.num_runs}")
+    compare_facts(
+        exchange,
+        facts_of(
+            prepared.models, flow=prepared.graph.hash[:12], plan=plan.hash[:12], seed=seed, steps=steps, engine=engine,
+            batch=settings.batch, max_tokens=settings.max_tokens,
+        ),
+    )  # fmt: skip
     desk = Desk(exchange, opened, places)
     board.at("the opening of the models")
     shared = open_shared(opened, places, prepared.models, desk, seed)
@@ -152,7 +160,7 @@ def _run(
         exchange.step = -1
         board.at("the end of the run")
         observation.close_traces()
-        exchange.end()
+        compare_drawn(steps - 1, exchange.end())
     return run
 
 

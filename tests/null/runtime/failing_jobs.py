@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def troubled(response, max_policy_version: fr.SAMPLE.i32, sample_index: fr.SAMPL
             raise ValueError("the judge is asleep")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "remove":
+            shutil.rmtree(os.environ["FLOWRL_JOB"])
         if how == "stall":
             while True:
                 signal.pause()
@@ -51,6 +54,21 @@ def fails(said: dict[str, Any]) -> None:
         graph, plan=plan, steps=said.get("steps", 3), engine="null", timeout_s=said["timeout_s"],
         out=str(Path(said["folder"], "runs")),
         prompts=PROMPTS, policy=rank_jobs.MODEL, batch=4, max_tokens=6, progress="off", reward_workers=0, record=("rollout",),
+    )  # fmt: skip
+
+
+def unlike(said: dict[str, Any]) -> None:
+    """Rank 1 is given something else than rank 0."""
+    rank = os.environ["RANK"]
+    Path(said["folder"], f"pid.{rank}").write_text(json.dumps([os.getpid(), os.environ["FLOWRL_JOB"]]))
+    graph = rewarded.graph()
+    given: dict[str, Any] = {"prompts": PROMPTS, "seed": 0, "batch": 4}
+    others = {"seed": 1, "batch": 3, "prompts": PROMPTS[::-1]}
+    if rank == "1":
+        given |= {name: others[name] for name in said["others"]}
+    run_ranks(
+        graph, plan=rank_jobs.plan_of(graph, 2), steps=said["steps"], engine="null", timeout_s=60.0, out=None,
+        policy=rank_jobs.MODEL, max_tokens=6, progress="off", reward_workers=0, **given,
     )  # fmt: skip
 
 

@@ -73,10 +73,34 @@ def test_the_first_rank_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stands_still(tmp_path: Path) -> None:
-    text = failure(tmp_path, "stall", 3, timeout_s=2.0, grace_s=1.0)
+    text = failure(tmp_path, "stall", 3, timeout_s=6.0, grace_s=1.0)
     assert "WaitTimeout: rank " in text
-    assert "waited 2 s in step 1 for what 'troubled' writes from rank 3" in text
+    assert "waited 6 s in step 1 for what 'troubled' writes from rank 3" in text
     assert "rank 3 was last in step 1, at 'troubled'" in text
+    nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "steps", "text"),
+    [
+        (
+            ["seed", "batch"],
+            1,
+            r"need the same arguments; found seed: 0 on rank 0, 1 on rank 1; batch: 4 on rank 0, 3 on rank 1",
+        ),
+        (["prompts"], 1, r"in step 0 ranks drew different rows, .* prompts: \w+ on rank 0, \w+ on rank 1\."),
+        (["prompts"], 3, r"in step 0 ranks drew different rows, .* prompts: \w+ on rank 0, \w+ on rank 1\."),
+    ],
+)
+def test_ranks_that_run_different_things_are_refused(others: list[str], steps: int, text: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=text):
+        run_job(f"{JOBS}:unlike", {"folder": str(tmp_path), "others": others, "steps": steps}, 2)
+    nothing_is_left(tmp_path)
+
+
+def test_a_job_whose_memory_was_removed_has_failed(tmp_path: Path) -> None:
+    text = failure(tmp_path, "remove", 2)
+    assert text.startswith("rank ") and "its process ended with code " in text
     nothing_is_left(tmp_path)
 
 
