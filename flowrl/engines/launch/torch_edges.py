@@ -6,6 +6,7 @@ the ranks that hold none, so that all of them make the same program (`flowrl.eng
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,11 +88,14 @@ class Edges:
             theirs.cuts, found, source_dtype=lambda one: theirs.dtypes[one.name],
             target_dtype=lambda one: mine.dtypes[one.name], edge=f"{source.name} -> {target.name}",
         )  # fmt: skip
-        path = board.folder / f"{name.replace('/', '_')}.board"
+        control: BoardControl | MessageControl = MessageControl(board, f"{name}/agree", program.devices)
+        if len({board.host_of[rank] for rank in program.devices}) == 1:
+            path = board.folder / f"{name.replace('/', '_')}.board"
+            control = BoardControl(path, program.devices, board.rank, timeout_s=board.timeout_s)
         return Resharder(
             program, board.rank, source=_parameters(giver), target=_parameters(taker),
             transport=DistTransport(group=self._groups[source, target], timeout_s=board.timeout_s),
-            control=BoardControl(path, program.devices, board.rank, timeout_s=board.timeout_s), timeout_s=board.timeout_s,
+            control=control, timeout_s=board.timeout_s,
         )  # fmt: skip
 
     def _told(self, key: str, teller: int, host: TorchHost | None) -> Listed:
@@ -107,6 +111,36 @@ class Edges:
         )
         found: Listed = pickle.loads(data)
         return found
+
+
+class MessageControl:
+    """See `flowrl.engines.reshard.control.Control`: agreement by the job's board, for devices on several hosts."""
+
+    def __init__(self, board: Board, name: str, devices: Sequence[int]) -> None:
+        self._board, self._name, self._devices = board, name, tuple(devices)
+        self._attempt = self._count = 0
+        self._last = ""
+
+    def begin(self) -> None:
+        self._attempt += 1
+        self._count = 0
+
+    def exchange(self, values: Sequence[int], what: str) -> list[list[int]]:
+        self._count += 1
+        board, key = self._board, f"{self._name}/{self._attempt}.{self._count}"
+        mine = f"{key}/{board.rank}"
+        board.post(mine, json.dumps([int(value) for value in values]).encode())
+
+        def missing(keys: list[str]) -> str:
+            return f"for devices {', '.join(one.rpartition('/')[2] for one in keys)} to come to {what}"
+
+        found = board.get([f"{key}/{one}" for one in self._devices], timeout_s=board.timeout_s, what=missing)
+        board.drop([self._last] if self._last else [])  # all have come here, so all have read what was before
+        self._last = mine
+        return [json.loads(data) for data in found]
+
+    def fail(self) -> None:
+        """Nothing: the rank that gave up fails, which ends the waits of all by the board."""
 
 
 def _parameters(host: TorchHost | None) -> dict[str, Tensor]:

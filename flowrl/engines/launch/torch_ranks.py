@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 from flowrl.engines.host_torch import TorchEngine, TorchHost
+from flowrl.engines.launch.across import interface_of
 from flowrl.engines.launch.board import Board
 from flowrl.engines.launch.protocol import Site
 from flowrl.engines.launch.torch_edges import HOW, Edges
@@ -37,7 +38,6 @@ from flowrl.errors import EngineError, FlowError
 from flowrl.mesh import Layout
 from flowrl.model import Model, Tokenizer
 
-LOOPBACK = "127.0.0.1"
 MEET_S = 300.0
 """Longest wait for the other ranks to import torch and to come to the job's process group."""
 
@@ -187,16 +187,18 @@ class TorchRanks:
                 "torch.distributed has a process group already, and the ranks of a plan make one of their own; leave "
                 "init_process_group out, or call destroy_process_group before"
             )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one host meet over its own loop
         board, wait = self._board, timedelta(seconds=MEET_S)
         key = f"run{board.num_runs}/torch"
+        if interface := interface_of(board.address):  # the loop where all ranks are on one host
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         is_first = board.rank == 0
         if is_first:
-            store = TCPStore(LOOPBACK, 0, board.world, is_master=True, timeout=wait, wait_for_workers=False)
-            board.post(key, str(store.port).encode())
+            store = TCPStore(board.address, 0, board.world, is_master=True, timeout=wait, wait_for_workers=False)
+            board.post(key, f"{board.address} {store.port}".encode())
         else:
-            port = int(board.get([key], timeout_s=MEET_S, what=lambda _: "for rank 0, which opens the job's store")[0])
-            store = TCPStore(LOOPBACK, port, board.world, is_master=False, timeout=wait)
+            (found,) = board.get([key], timeout_s=MEET_S, what=lambda _: "for rank 0, which opens the job's store")
+            address, _, port = found.decode().partition(" ")
+            store = TCPStore(address, int(port), board.world, is_master=False, timeout=wait)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo", store=store, rank=board.rank, world_size=board.world,
             timeout=timedelta(seconds=self._timeout_s),
