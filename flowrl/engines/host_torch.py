@@ -223,7 +223,9 @@ class TorchHost:
         if self.spec.sampler != "vllm":
             raise EngineError(f"model '{self.name}' was not opened for 'generate'; it has no sampler")
         module, _, attribute = VLLM_SAMPLER.partition(":")
-        sampler: Sampler = getattr(importlib.import_module(module), attribute)(self.module, self.tokenizer, self.spec)
+        sampler: Sampler = getattr(importlib.import_module(module), attribute)(
+            self.module, self.tokenizer, self.spec, self.team
+        )
         return sampler
 
     # --- forward passes ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, _unregister_process_group
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _unregister_process_group
 from torch.distributed import distributed_c10d
 
 from flowrl.errors import EngineError
@@ -93,7 +93,7 @@ class OwnGroups:
         self._world = World(self._first)
         self._depth = 0
         with self.inside():
-            store = HashStore() if team.store is None else dist.PrefixStore(f"vllm/{team.key}/{number}", team.store)
+            store = HashStore() if team.store is None else PrefixStore(f"vllm/{team.key}/{number}", team.store)
             dist.init_process_group(
                 backend, store=store, rank=team.rank, world_size=team.size, timeout=timedelta(seconds=team.timeout_s)
             )

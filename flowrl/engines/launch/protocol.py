@@ -47,6 +47,12 @@ class Site:
         firsts = {(c.dp, c.fsdp): self.layout.rank(Coordinate(c.dp, 0, c.fsdp, 0)) for c in at}
         return tuple(self.ranks[firsts[key]] for key in sorted(firsts))
 
+    def team_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the job that see the same rows as one of them, which is among them: a tp group, in its order."""
+        mine = self.layout.coordinate(self.ranks.index(rank))
+        group = (self.layout.rank(Coordinate(mine.dp, mine.pp, mine.fsdp, tp)) for tp in range(self.layout.tp))
+        return tuple(self.ranks[one] for one in group)
+
     def lies_as(self, other: Site) -> bool:
         """Whether both lay a model on the same ranks in the same way."""
         return (self.ranks, self.layout) == (other.ranks, other.layout)

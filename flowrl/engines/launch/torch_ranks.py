@@ -1,7 +1,9 @@
 """The torch engine on the ranks of a job.
 
 trains or scores, several ranks     sharded as the layout says (`flowrl.engines.mesh`); its ranks call it together
-samples, several ranks              a whole copy on each rank, which samples its own prompts
+samples, a layout with dp only      a whole copy on each rank, which samples its own prompts
+samples, tp                         ranks of a tp group share a copy and make the same calls: that of the torch sampler lies on
+                                    the mesh, that of vLLM in vLLM (weights come to each rank whole, and it takes its part)
 one rank                            as without ranks
 """
 
@@ -9,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +29,15 @@ from flowrl.engines.host_torch import TorchEngine, TorchHost
 from flowrl.engines.launch.across import interface_of
 from flowrl.engines.launch.board import Board
 from flowrl.engines.launch.protocol import Site
-from flowrl.engines.launch.torch_edges import HOW, Edges
+from flowrl.engines.launch.torch_devices import Devices, kind_of
+from flowrl.engines.launch.torch_edges import Edges
 from flowrl.engines.loading import find_pretrained, load, tokenizer_of
 from flowrl.engines.mesh.guard import Patience
 from flowrl.engines.mesh.host import open_on_mesh
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.weights import MeshWeights
 from flowrl.engines.protocol import Host
+from flowrl.engines.vllm_groups import Team
 from flowrl.errors import EngineError, FlowError
 from flowrl.mesh import Layout
 from flowrl.model import Model, Tokenizer
@@ -50,34 +54,36 @@ class TorchRanks:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._meshes: dict[tuple[tuple[int, ...], Layout, str], RankMesh | None] = {}
-        self._edges = Edges(board)
-        self._on_gpu = False
+        self._devices = Devices(board)
+        self._edges = Edges(board, self._devices)
         self._has_group = False
-        if torch.cuda.is_available() and board.world > 1:
-            torch.cuda.set_device(board.rank % torch.cuda.device_count())
+        self._store: TCPStore | None = None
 
     def check(self, site: Site, model: Model) -> str:
         layout, many = site.layout, len(site.ranks) > 1
         if layout.pp > 1:
             return f"layout {layout} has pipeline stages, which the torch engine lacks; use pp 1"
-        if many and "generate" in site.uses:
-            if layout.size != layout.dp:
-                return f"it samples with whole copies of the model; found layout {layout}: plan with d{layout.size} for sampling"
-            if model.sampler != "transformers":
-                return f"sampler '{model.sampler}' is opened on one rank only so far; use sampler='transformers'"
-        return ""
+        if many and "generate" in site.uses and layout.fsdp > 1:
+            return (
+                f"it samples with copies of the model, each whole or cut by tensor parallelism; found layout {layout}: plan with "
+                f"d and t, as d{layout.size}, for sampling"
+            )
+        return self._devices.look_at(model)
 
     def open(self, site: Site, model: Model, *, seed: int) -> Host | None:
-        self._on_gpu |= _device_of(model) == "cuda"
+        self._devices.look_at(model)
+        self._devices.take()
+        team = self._team(site, model)
         host: Host | None = None
-        if not self.shares_rows(site):
-            if self._board.rank in site.ranks:
-                host = TorchEngine().open(site.model, model, site.uses, seed=seed)
-        else:
-            mesh = self._mesh(site, _device_of(model))
+        if is_cut(site, model):
+            mesh = self._mesh(site, kind_of(model))
             host = None if mesh is None else open_on_mesh(site.model, model, site.uses, mesh, seed=seed)
+        elif self._board.rank in site.ranks:
+            host = TorchEngine().open(site.model, self._devices.placed(model), site.uses, seed=seed)
         if host is not None:
-            _writes_when_asked(_torch(host).module)
+            opened = _torch(host)
+            opened.team = team
+            _writes_when_asked(opened.module)
         return host
 
     def elsewhere(self, name: str, model: Model, *, seed: int) -> Host:
@@ -88,13 +94,15 @@ class TorchRanks:
 
     def handover(self, source: Site, target: Site) -> str:
         return (
-            HOW if self.brings(source, target) else "gathered whole on the source's ranks, copied through shared memory"
+            self._edges.how(source, target)
+            if self.brings(source, target)
+            else "gathered whole on the source's ranks, copied through shared memory"
         )
 
     def connect(self, edges: Sequence[tuple[Site, Site]]) -> None:
         direct = [edge for edge in edges if self.brings(*edge)]
         if direct:
-            self._begin("cuda" if self._on_gpu else "cpu")
+            self._begin()
             self._edges.connect(direct)
 
     def brings(self, source: Site, target: Site) -> bool:
@@ -141,33 +149,37 @@ class TorchRanks:
             if mesh is not None:
                 mesh.close()
         self._meshes.clear()
-        self._edges = Edges(self._board)
+        self._edges.close(lambda: self._meet_all("unmapped", range(self._board.world)))
         if self._has_group and dist.is_initialized():
             self._part()
             dist.destroy_process_group()
-        self._has_group = False
+        self._edges = Edges(self._board, self._devices)
+        self._has_group, self._store = False, None
 
     def _part(self) -> None:
         """Rank 0 holds the store, so it is the last to leave: others may still write a model together."""
-        board, key = self._board, f"run{self._board.num_runs}/torch/left"
+        self._meet_all("left", range(1, self._board.world) if self._board.rank == 0 else ())
+
+    def _meet_all(self, what: str, ranks: Sequence[int]) -> None:
+        """Say that this rank has come so far in its end, and wait for others. One that has failed is not waited for."""
+        board, key = self._board, f"run{self._board.num_runs}/torch/{what}"
         board.post(f"{key}/{board.rank}", b"")
-        if board.rank == 0:
-            try:
-                others = [f"{key}/{rank}" for rank in range(1, board.world)]
-                board.get(
-                    others, timeout_s=self._timeout_s, what=lambda missing: f"for the end of {len(missing)} other ranks"
-                )
-            except FlowError:  # they have failed, and said so: nobody needs the store
-                return
+        try:
+            board.get(
+                [f"{key}/{rank}" for rank in ranks], timeout_s=self._timeout_s,
+                what=lambda missing: f"for the end of {len(missing)} other ranks",
+            )  # fmt: skip
+        except FlowError:  # they have failed, and said so: nobody needs what is left
+            return
 
     # --------------------------------------------------------------------------------------------------------- inside
 
     def _mesh(self, site: Site, device: str) -> RankMesh | None:
         """The process groups of a site; sites that lie alike share them. Every rank of the job comes here for each."""
-        self._begin(device)
+        self._begin()
         key = (site.ranks, site.layout, device)
         if key not in self._meshes:
-            place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+            place = self._devices.own() if device == "cuda" else torch.device(device)
             self._meshes[key] = RankMesh.join(
                 site.layout, f"{site.ranks[0]}-{site.ranks[-1]}:{site.layout}", device=place, ranks=site.ranks,
                 patience=Patience(timeout_s=self._timeout_s),
@@ -178,7 +190,22 @@ class TorchRanks:
     def _timeout_s(self) -> float:
         return self._board.timeout_s
 
-    def _begin(self, device: str) -> None:
+    def _team(self, site: Site, model: Model) -> Team | None:
+        """The ranks that share the vLLM engine of this one. Every rank of the job comes here for each site."""
+        layout, rank = site.layout, self._board.rank
+        if "generate" not in site.uses or model.sampler != "vllm":
+            return None
+        if layout.tp > 1:
+            self._begin()  # they meet in its store
+        if rank not in site.ranks:
+            return None
+        members = site.team_of(rank)
+        return Team(
+            members.index(rank), len(members), self._devices.own().index or 0,
+            f"run{self._board.num_runs}/{site.name}/{members[0]}", self._store if len(members) > 1 else None, self._timeout_s,
+        )  # fmt: skip
+
+    def _begin(self) -> None:
         """The job's process group, which all ranks join together, by a store that rank 0 holds."""
         if self._has_group:
             return
@@ -199,11 +226,13 @@ class TorchRanks:
             (found,) = board.get([key], timeout_s=MEET_S, what=lambda _: "for rank 0, which opens the job's store")
             address, _, port = found.decode().partition(" ")
             store = TCPStore(address, int(port), board.world, is_master=False, timeout=wait)
+        self._devices.take()
+        self._devices.meet(MEET_S)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=store, rank=board.rank, world_size=board.world,
+            self._devices.backend, store=store, rank=board.rank, world_size=board.world,
             timeout=timedelta(seconds=self._timeout_s),
         )  # fmt: skip
-        self._has_group = True
+        self._has_group, self._store = True, store
 
 
 class _Elsewhere:
@@ -235,8 +264,11 @@ class _Elsewhere:
         pass
 
 
-def _device_of(model: Model) -> str:
-    return "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda"
+def is_cut(site: Site, model: Model) -> bool:
+    """Whether no rank of a site has all of the model."""
+    if "generate" not in site.uses:
+        return len(site.ranks) > 1
+    return site.layout.tp > 1 and model.sampler == "transformers"
 
 
 def _writes_when_asked(module: nn.Module) -> None:
@@ -244,6 +276,10 @@ def _writes_when_asked(module: nn.Module) -> None:
     one rank of those that hold the model."""
     if hasattr(module, "should_save_on_this_rank"):
         module.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[assignment]
+
+
+def _brought(host: TorchHost | None, *, writes: bool) -> AbstractContextManager[None]:
+    return nullcontext() if host is None else host.brought(writes=writes)
 
 
 def _laid_as(host: TorchHost, name: str, array: np.ndarray) -> Tensor:
@@ -254,7 +290,3 @@ def _torch(host: Host) -> TorchHost:
     if not isinstance(host, TorchHost):
         raise EngineError(f"the torch engine has torch models; '{host.name}' is a {type(host).__name__}")
     return host
-def _brought(host: TorchHost | None, *, writes: bool) -> AbstractContextManager[None]:
-    return nullcontext() if host is None else host.brought(writes=writes)
-
-

@@ -1,6 +1,11 @@
-"""A model on a mesh of ranks: scores and trains as `TorchHost` does on one device, with the same numbers.
+"""A model on a mesh of ranks: scores, trains and samples as `TorchHost` does on one device, with the same numbers.
 
 Every rank opens the model and makes the same calls with the same rows, in the same order; every rank gets the whole answer.
+
+[Note: Copies sample by themselves]
+Sampling takes as many steps as the longest response of a batch has tokens, which differs from batch to batch. So ranks that
+sample meet nobody but their tp group: `generate` is called by the ranks of a tp group with the same requests, and each group
+has requests of its own. A layout with fsdp, whose ranks gather every layer together, cannot sample.
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ def open_on_mesh(
     A language model in safetensors files is read layer by layer. Any other source is built whole on the host of each rank, and
     only its shards reach the device.
 
-    Errors: those of `TorchEngine.open`; ConfigError for a layout that does not cut the model.
+    Errors: those of `TorchEngine.open`; ConfigError for a layout that does not cut the model, or cannot do what it is used for.
     """
     check_uses(name, model, uses)
     if "generate" in uses:
-        _no_sampler(name)
+        _check_samples(name, model, mesh)
     loaded, source = _on_host(name, model, uses, seed)
     try:
         refuse_untrained(name, model, loaded, uses)
@@ -97,6 +102,8 @@ class MeshHost(TorchHost):
             name, loaded.module, mesh, source=source, precision=precision, compile_backend=compile_backend
         )
         super().__init__(name, model, loaded, uses)
+        if self._sampler is not None:
+            self.sharded.keep_gathered()  # else each token would gather every layer anew
 
     def _make_weights(self) -> MeshWeights:
         return MeshWeights(self.name, self.module, self.mesh, compute=PRECISIONS[self.spec.precision])
@@ -130,8 +137,16 @@ class MeshHost(TorchHost):
     # --- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
-        """Not here. Errors: EngineError, always."""
-        _no_sampler(self.name)
+        """As on one device, on the ranks of a tp group; see [Note: Copies sample by themselves].
+
+        Errors: those of `TorchHost.generate`; EngineError for a model that was not opened to sample here.
+        """
+        if self._sampler is None:
+            raise EngineError(f"model '{self.name}' was not opened for 'generate'; it has no sampler")
+        with self.mesh.guard.waiting(f"responses of model '{self.name}'"), torch.no_grad():
+            found: list[Sampled] = self.sharded.call(super().generate, requests, options)
+        self.sharded.release()
+        return found
 
     # --- forward passes ----------------------------------------------------------------------------------------------
 
@@ -238,8 +253,15 @@ class MeshHost(TorchHost):
         super().blend(source, decay)
 
 
-def _no_sampler(name: str) -> NoReturn:
-    raise EngineError(
-        f"model '{name}' lies on a mesh for training and scoring; the torch engine samples on one device only: use a vLLM "
-        "sampler and send it the weights"
-    )
+def _check_samples(name: str, model: Model, mesh: RankMesh) -> None:
+    """Errors: ConfigError where a mesh cannot sample."""
+    if mesh.layout.fsdp > 1:
+        raise ConfigError(
+            f"model '{name}' samples on layout {mesh.layout}, whose {mesh.layout.fsdp} fsdp ranks would gather every layer for "
+            f"every token; use a layout of dp and tp, as d{mesh.layout.size}"
+        )
+    if model.sampler != "transformers":
+        raise ConfigError(
+            f"model '{name}' lies on a mesh, where the sampler is 'transformers'; found '{model.sampler}', which keeps the "
+            "weights in a way of its own"
+        )

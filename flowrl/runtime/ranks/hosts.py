@@ -24,6 +24,7 @@ from flowrl.engines.protocol import (
     UpdateReport,
 )
 from flowrl.errors import RunError
+from flowrl.graph.code import digest
 from flowrl.model import Model, Tokenizer
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.shares import cut
@@ -51,6 +52,8 @@ class SharedHost:
             raise RunError(f"model '{name}' was not opened on rank {desk.rank}")
         self._any = found
         self._main = main
+        self._sampled: list[str] = []
+        """Digests of what this rank has sampled for the node at hand."""
         self._sent: dict[Site, int] = {}
         """Version that each other site was given last; each has the first one by itself."""
 
@@ -95,8 +98,43 @@ class SharedHost:
     # ----------------------------------------------------------------------------------------------------- calls of it
 
     def generate(self, requests: Sequence[SampleRequest], options: SamplingOptions) -> list[Sampled]:
-        """With the requests of this rank only; `work.rollout` shares prompts out."""
-        return self._here().generate(requests, options)
+        """With the requests of this rank only; `work.rollout` shares prompts out. Ranks that share a copy of the model with this
+        one are told them: they `follow`."""
+        self._lead((list(requests), options))
+        found = self._here().generate(requests, options)
+        self._sampled.append(_digest(found))
+        return found
+
+    def follow(self) -> None:
+        """Make the calls of `generate` that the first rank of this one's copy of the model makes, until it is through.
+
+        Errors: RunError where this rank has sampled other tokens.
+        """
+        made: list[str] = []
+        leader = self._site().team_of(self._desk.rank)[0]
+        while True:
+            call, digests = self._tell(leader, None)
+            if call is None:
+                break
+            made.append(_digest(self._here().generate(*call)))
+        if made != digests:
+            raise RunError(
+                f"ranks {leader} and {self._desk.rank} share a copy of model '{self.name}' and sampled different tokens in "
+                f"'{self._desk.path}': one has other weights, or computes otherwise; use one kind of device, or a layout of dp"
+            )
+
+    def dismiss(self) -> None:
+        """After the calls of `generate` of a node: whoever follows may go on."""
+        self._lead(None)
+        self._sampled.clear()
+
+    def _lead(self, call: tuple[list[SampleRequest], SamplingOptions] | None) -> None:
+        if len(self._site().team_of(self._desk.rank)) > 1:
+            self._tell(self._desk.rank, (call, list(self._sampled)))
+
+    def _tell(self, leader: int, value: Any) -> Any:
+        desk = self._desk
+        return desk.exchange.tell(desk.key(f"led by {leader}"), leader, value, f"the prompts of '{desk.path}'")
 
     def logprobs(self, rows: TokenRows) -> Ragged:
         (values,) = self._shared(rows, lambda host, part: [host.logprobs(part).values])
@@ -179,7 +217,8 @@ class SharedHost:
         if not isinstance(source, SharedHost):
             raise RunError(f"model '{self.name}' takes weights from models of this run; found {type(source).__name__}")
         for site in self._desk.places.sites_of(self.name):
-            if site.lies_as(source._main):
+            engine = self._desk.engine
+            if site.lies_as(source._main) and engine.shares_rows(site) == engine.shares_rows(source._main):
                 if site in self.hosts:
                     self.hosts[site].blend(source.hosts[source._main], decay)
             else:
@@ -256,6 +295,10 @@ class SharedHost:
                 f"{', '.join(map(str, self._main.ranks))}; ask there, or save the model and open the folder"
             )
         return self.hosts[self._main]
+
+
+def _digest(responses: Sequence[Sampled]) -> str:
+    return digest(repr([one.ids for one in responses]))
 
 
 def part_of(rows: TokenRows, first: int, stop: int) -> TokenRows:

@@ -29,6 +29,7 @@ from flowrl.runtime.operators import Applied, run_operator
 from flowrl.runtime.pool import default_workers, named_elsewhere
 from flowrl.runtime.ranks.desk import Desk
 from flowrl.runtime.ranks.exchange import lengths_of
+from flowrl.runtime.ranks.hosts import SharedHost
 from flowrl.runtime.ranks.shares import Bounds, cut, neighbours
 from flowrl.schema import standard as s
 from flowrl.schema.types import PROMPT
@@ -39,14 +40,20 @@ KEPT = "ranks/kept"
 
 
 def rollout(node: Node, context: Context, desk: Desk) -> Table:
-    """Responses to all prompts: each replica samples, and steps the environments of, its own."""
+    """Responses to all prompts: each replica samples, and steps the environments of, its own. Of ranks that share a copy of the
+    model the first leads, and the others make its calls of `generate`."""
     host, key = context.host(node), desk.key()
     prompts = tables.unique_prompts(models.tokenized_prompts(context.rows(node), host))
-    workers = desk.places.site_of[desk.path].data_ranks
+    site = desk.places.site_of[desk.path]
+    workers = site.data_ranks
     mine = None
+    assert isinstance(host, SharedHost)
     if desk.rank in workers:
         first, stop = cut(lengths_of(prompts, "prompt_ids"), len(workers))[workers.index(desk.rank)]
         mine = _sampled(node, context, prompts.slice(first, stop))
+        host.dismiss()
+    elif desk.rank in site.ranks:
+        host.follow()
     made, _ = desk.exchange.rows(key, workers, mine, f"the responses of '{desk.path}'")
     if len(made) != len(prompts) * node["n"]:
         raise RunError(
