@@ -217,6 +217,8 @@ class Resharder:
             with lanes.on("unpack"):
                 drawn = self._digests.start(version)
         enqueued_s = time.perf_counter() - began
+        if mode == "sample":
+            self._digests.prepare(version + 1)  # see [Note: Samples are drawn while others wait] in `verify`
         found = lanes.end(self._timeout_s, f"version {version} of '{self.program.edge}' on device {self.device}")
         return drawn, {**found, "enqueued": enqueued_s} if found else {}
 

@@ -55,8 +55,16 @@ class Sampler:
             found.append(Sample(copy.tensor, device, device, 0, dtype, source, target))
         return tuple(found)
 
+    @property
+    def most_samples(self) -> int:
+        """In any run."""
+        return self._count(self._program.pieces) + self._count(self._copies)
+
     def _some(self, values: Sequence[T], draw: random.Random) -> list[T]:
-        return draw.sample(values, min(len(values), MOST_SAMPLES, math.ceil(self._part * len(values))))
+        return draw.sample(values, self._count(values))
+
+    def _count(self, values: Sequence[object]) -> int:
+        return min(len(values), MOST_SAMPLES, math.ceil(self._part * len(values)))
 
 
 def _less(source: Region, target: Region, size: int, most: int, draw: random.Random) -> tuple[Region, Region]:

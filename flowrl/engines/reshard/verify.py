@@ -23,6 +23,10 @@ class Digests:
     """Numbers of the bits of sampled boxes at this device's ends; equal for equal bits at equal places.
 
     All samples are copied into the rows of one buffer first, so that a few kernels do for all of them.
+
+    [Note: Samples are drawn while others wait] Which boxes a run checks, and their views, take as long to make in Python as a
+    small model takes to arrive. So those of the next version are made while this one's weights are on their way (`prepare`), and
+    the numbers come back to the host behind the weights, without a wait of their own.
     """
 
     def __init__(
@@ -34,11 +38,42 @@ class Digests:
         at: torch.device,
     ) -> None:
         self._sampler, self._device, self._source, self._target, self._at = sampler, device, source, target, at
-        self._place = 2 * torch.arange(1, sampler.most_bytes // 8 + 1, dtype=torch.int64, device=at) + 1
+        self._bits: Tensor | None = None
+        """[ends, words] int64: a row for each end that this device may have in a run."""
+        self._next: _Prepared | None = None
+
+    def prepare(self, version: int) -> None:
+        """Make ready for a version; nothing is enqueued and no memory of the device is touched."""
+        if self._bits is not None and (self._next is None or self._next.version != version):
+            self._next = self._made(version, self._bits)
 
     @torch.no_grad()
     def start(self, version: int) -> Drawn:
         """Enqueue the hashing on the current stream."""
+        bits = self._buffer()
+        self.prepare(version)
+        ready, self._next = self._next, None
+        assert ready is not None
+        used, odd = bits[: len(ready.places), : ready.width], self._odd[: ready.width]
+        used.zero_()
+        ready.copies.run()
+        torch.sum(used.mul_(odd), 1, out=self._sums[: len(used)])  # wraps around; an odd factor loses no bit
+        found = self._sums[: len(used)]
+        if self._at.type != "cpu":
+            self._on_host[: len(used)].copy_(found, non_blocking=True)
+            found = self._on_host[: len(used)]
+        return Drawn(ready.chosen, ready.places, found)
+
+    def _buffer(self) -> Tensor:
+        if self._bits is None:
+            ends, words = 2 * self._sampler.most_samples, self._sampler.most_bytes // 8
+            self._bits = torch.zeros(ends, words, dtype=torch.int64, device=self._at)
+            self._odd = 2 * torch.arange(1, words + 1, dtype=torch.int64, device=self._at) + 1
+            self._sums = torch.zeros(ends, dtype=torch.int64, device=self._at)
+            self._on_host = torch.zeros(ends, dtype=torch.int64, pin_memory=self._at.type == "cuda")
+        return self._bits
+
+    def _made(self, version: int, bits: Tensor) -> _Prepared:
         chosen = self._sampler.draw(version)
         ends: list[tuple[int, Tensor, torch.dtype]] = []
         for index, sample in enumerate(chosen):
@@ -49,13 +84,22 @@ class Digests:
             if sample.receiver == self._device:
                 ends.append((2 * index + 1, view_of(self._target, sample.target), dtype))
         width = -(-max((view.numel() * dtype.itemsize for _, view, dtype in ends), default=8) // 8)
-        bits = torch.zeros(len(ends), width, dtype=torch.int64, device=self._at)
         pairs = []
-        for row, (_, view, dtype) in zip(bits.view(torch.uint8), ends, strict=True):
+        for row, (_, view, dtype) in zip(bits[: len(ends)].view(torch.uint8), ends, strict=True):
             pairs.append((row[: view.numel() * dtype.itemsize].view(dtype).view(view.shape), view))
-        CopyList(pairs).run()
-        sums = (bits * self._place[:width]).sum(1)  # wraps around; an odd factor loses no bit
-        return Drawn(chosen, tuple(place for place, *_ in ends), sums)
+        return _Prepared(version, chosen, tuple(place for place, *_ in ends), width, CopyList(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The samples of a run, with the copies into the buffer."""
+
+    version: int
+    chosen: tuple[Sample, ...]
+    places: tuple[int, ...]
+    width: int
+    """Words of the longest."""
+    copies: CopyList
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +110,7 @@ class Drawn:
     places: tuple[int, ...]
     """Of each hash: twice the sample's number, and one more at the receiver's end."""
     sums: Tensor
+    """On the host; there when the lanes are empty."""
 
     def numbers(self) -> list[int]:
         """Two numbers for each sample, of the sender's end and of the receiver's; 0 for an end that is elsewhere."""
