@@ -8,24 +8,32 @@ nothing                                         by hand: a job of one rank
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import importlib
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.engines.launch.across import Across
-from flowrl.engines.launch.board import Alone, Board, Failure
+from flowrl.engines.launch.board import INTERRUPT, Alone, Board, Failure
 from flowrl.engines.launch.folder import FolderBoard, fail
 from flowrl.errors import ConfigError
 
 JOB = "FLOWRL_JOB"
 ACROSS = "FLOWRL_ACROSS"
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""What torchrun sets, and nobody else."""
+GRACE_S = 10.0
+"""From the end of torchrun to that of a rank which does not end by itself."""
+FAILED = 1
 MEETING = "flowrl.engines.launch.meeting:meet"
 """Where processes that torchrun started agree on a folder, and on who is on which host; it imports torch."""
 
@@ -99,8 +107,26 @@ def _join(place: Place, timeout_s: float) -> Board:
     module, _, name = MEETING.partition(":")
     meet: Any = getattr(importlib.import_module(module), name)
     _end_in_order()
+    launcher = os.getppid()
     board: Board = meet(place.rank, place.world, timeout_s=timeout_s)
+    if TORCHRUN in os.environ:  # else whoever started this process may rightly be gone
+        threading.Thread(target=_end_with, args=(launcher, board), name="flowrl-launcher", daemon=True).start()
     return board
+
+
+def _end_with(launcher: int, board: Board) -> None:
+    """End this rank when torchrun is gone, however it ended: it would train on for nobody."""
+    try:
+        descriptor = os.pidfd_open(launcher)
+    except OSError:  # gone already
+        pass
+    else:
+        select.select([descriptor], [], [])
+        os.close(descriptor)
+    board.fail(Failure(board.rank, board.place, f"{INTERRUPT}: torchrun has ended"))
+    _thread.interrupt_main()  # the run is written to its end
+    time.sleep(GRACE_S)
+    os._exit(FAILED)  # the main thread waits in a call that cannot be interrupted
 
 
 def _end_in_order() -> None:
