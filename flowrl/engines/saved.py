@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +126,9 @@ def _digest(host: TorchHost) -> str:
 def _told(what: str, hint: str = "") -> Iterator[None]:
     """Errors of the file system and of torch as one of ours; that of torch is no Exception."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+            yield
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
         raise EngineError(f"{what}: {type(first).__name__} on its rank {rank}: {first}.{hint}") from error
