@@ -73,7 +73,9 @@ class Edges:
         self._made: dict[tuple[Site, Site], Resharder] = {}
         self._groups: dict[tuple[Site, Site], dist.ProcessGroup] = {}
         self._wires: dict[tuple[Site, Site], str] = {}
-        self._mapped: list[PeerCopyTransport] = []
+        self._spare: dict[tuple[Site, Site], dist.ProcessGroup] = {}
+        """Of NCCL, for edges that begin with copy engines."""
+        self._mapped: dict[tuple[Site, Site], PeerCopyTransport] = {}
         self._pointers: dict[tuple[Site, Site], list[int]] = {}
         """Where this rank's tensors lay when each edge was run last."""
         self._runs: dict[tuple[Site, Site], int] = {}
@@ -86,6 +88,8 @@ class Edges:
             ranks = sorted({rank for site in edge for rank in site.ranks})
             self._wires[edge] = wire = self._devices.wire(ranks)
             self._groups[edge] = dist.new_group(ranks, backend=NCCL if wire == NCCL else GLOO, timeout=wait)
+            if wire == PEERS:
+                self._spare[edge] = dist.new_group(ranks, backend=NCCL, timeout=wait)
 
     def how(self, source: Site, target: Site) -> str:
         """In words; of an edge that is connected also what carries it."""
@@ -94,7 +98,7 @@ class Edges:
 
     def close(self, meet: Callable[[], None]) -> None:
         """Let go of the memory of other ranks, then `meet` them: before that none of them may free its own."""
-        for transport in self._mapped:
+        for transport in self._mapped.values():
             transport.close()
         self._made.clear()
         if self._mapped:
@@ -105,13 +109,31 @@ class Edges:
     def run(self, source: Site, giver: TorchHost | None, target: Site, taker: TorchHost | None, version: int) -> int:
         """Bring a version of the weights over; bytes that this rank took. Errors: those of `Resharder.run`."""
         key = (source, target)
+        let_go = False
         if not self._stay(key, giver, taker):
+            let_go = self._let_go(key)
             self._made[key] = self._make(source, giver, target, taker)
         ran = self._made[key].run(version)
+        if let_go:
+            torch.cuda.ipc_collect()  # all ranks have let go, since they have come to this run
         if taker is None:
             return 0
         taker.version = version
         return ran.received_bytes + ran.local_bytes
+
+    def _let_go(self, edge: tuple[Site, Site]) -> bool:
+        """Whether an edge that is made anew was mapped.
+
+        [Note: What moves is not mapped] Memory that another rank has mapped is not free when it is parked. So an edge that has to
+        be made anew, because a plan parks one of its ends, goes over NCCL from then on.
+        """
+        self._made.pop(edge, None)
+        found = self._mapped.pop(edge, None)
+        if found is None:
+            return False
+        found.close()
+        self._wires[edge], self._groups[edge] = NCCL, self._spare[edge]
+        return True
 
     def _stay(self, edge: tuple[Site, Site], giver: TorchHost | None, taker: TorchHost | None) -> bool:
         """Whether the tensors of all ranks lie where they lay. What was parked comes back to other memory, on one rank or on
@@ -159,7 +181,7 @@ class Edges:
         if self._wires[edge] != PEERS or isinstance(control, MessageControl):
             return DistTransport(group=group, timeout_s=self._board.timeout_s)
         made = PeerCopyTransport(control, device=self._devices.own(), group=group)
-        self._mapped.append(made)
+        self._mapped[edge] = made
         return made
 
     def _told(self, key: str, teller: int, host: TorchHost | None) -> Listed:

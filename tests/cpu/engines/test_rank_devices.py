@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flowrl.engines.launch.board import Alone
+from flowrl.engines.launch.protocol import Site
 from flowrl.engines.launch.torch_devices import (
     BOTH,
     GLOO,
@@ -20,7 +21,9 @@ from flowrl.engines.launch.torch_devices import (
     refuse_shared,
     wire_between,
 )
+from flowrl.engines.launch.torch_edges import Edges
 from flowrl.errors import ConfigError, EngineError
+from flowrl.mesh import Layout
 from flowrl.model import Model
 
 ON_GPU, ON_CPU, THIRD = Model("m"), Model("m", device="cpu"), Model("m", device="cuda:2")
@@ -126,3 +129,22 @@ def test_ranks_learn_where_the_others_work(gpus: dict[str, Any]) -> None:
 )
 def test_weights_go_by_copy_engines_where_all_reach_all(second: Seat, wire: str) -> None:
     assert wire_between([Seat(0, "here", "cuda:0", "a", frozenset({"b"})), second]) == wire
+
+
+def test_mapped_memory_is_let_go_before_any_rank_frees_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: done.append("collect"))
+    sites = [Site("policy", (0, 1), Layout.parse(text), frozenset()) for text in ("f2", "d2", "t2")]
+    first, second = (sites[0], sites[1]), (sites[0], sites[2])
+    edges: Any = Edges(Job(0), Devices(Job(0)))
+    for edge in (first, second):
+        edges._mapped[edge] = SimpleNamespace(close=lambda: done.append("close"))
+        edges._wires[edge], edges._groups[edge], edges._spare[edge] = PEERS, "of gloo", "of nccl"
+    assert edges._let_go(first) and done == ["close"]
+    assert (edges._wires[first], edges._groups[first]) == (NCCL, "of nccl")  # what is parked must not be mapped again
+    assert not edges._let_go(first)
+    assert edges.how(*first).endswith(", by nccl") and edges.how(*second).endswith(", by copy engines")
+    edges.close(lambda: done.append("meet"))
+    assert done == ["close", "close", "meet", "collect"]
+    edges.close(lambda: done.append("meet again"))
+    assert len(done) == 4
