@@ -15,6 +15,7 @@ BENCHMARKS = {
     "shared_prompt": "an update that runs each prompt once, against whole rows",
     "predict": "predicted seconds and bytes of a sharded training step against measured ones (--tiny without a GPU)",
     "reshard": "weights from a trainer's shards into an engine's parameters on two GPUs (--tiny without)",
+    "one_copy": "weights on the device twice, or once with reshard and offload: memory, samples/s on two GPUs (--tiny without)",
     "offload": "an optimizer streamed from host memory, on the CPU and resident; parking (--tiny without a GPU)",
     "curve": "draw metrics of runs as an SVG (no measurement)",
     "tables": "the experience table against other stores, and what it promises (--prepare makes an environment for them)",
