@@ -56,6 +56,8 @@ examples:
   flowrl run my_project/runs.py:small --plan plan.json --launcher ray
   flowrl run my_project/runs.py:small --checkpoint-every 20     then, should it stop: flowrl resume runs/small-1
   torchrun --nproc-per-node 4 -m flowrl.cli run my_project/runs.py:small --plan plan.json
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+      -m flowrl.cli run my_project/runs.py:small --plan plan.json                          on each of two hosts
 
 What is given here wins over the settings file, key by key. The null engine needs no models. A model is a Hugging Face
 name, a path, or FILE.py:FUNCTION that builds a module.
@@ -372,8 +374,8 @@ def _run_command(commands: argparse._SubParsersAction[Parser], options_help: str
     run.add_argument(
         "--launcher",
         choices=("processes", "ray"),
-        help="what starts them: processes of this host (default), or ray: on a node of the Ray cluster at $RAY_ADDRESS, of "
-        "this host's, or of one started for the run",
+        help="what starts them: processes of this host (default), or ray: on the Ray cluster at $RAY_ADDRESS, of this host, or "
+        "started for the run, each node of the plan on a node of it",
     )
     run.add_argument(
         "--timeout-s",

@@ -1,4 +1,4 @@
-"""A plan on several ranks of one host: every process computes its own steps, and rows cross in shared memory."""
+"""A plan on several ranks: every process computes its own steps. Rows cross in shared memory, and hosts by Arrow Flight."""
 
 from flowrl.runtime.ranks.run import check_ranks, run_ranks
 
