@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 import flowrl as fr
 from examples.tiny import MAX_TOKENS, CharTokenizer, make_task, tiny_llama
 from flowrl.graph.drift import code_in
+from flowrl.graph.flows import Flow
 from flowrl.graph.passes import optimise
 from flowrl.mesh import Cluster, Layout, Mesh
 from flowrl.planner.steps import Plan, Predicted, Step
 from flowrl.planner.tasks import Lane, StepKind
 from flowrl.runtime.ranks import run_ranks
-from flowrl_operators import advantages, losses
+from flowrl_operators import advantages, losses, rewards
 
 STEPS = 5
 
@@ -41,21 +44,62 @@ def grpo(prompts, policy, ref, *, group_size=4, beta=0.05):
     return policy, fr.ema(ref, policy, 0.5)
 
 
-def model(seed: int = 0) -> fr.Model:
+@fr.flow
+def ppo(prompts, policy, ref, critic, *, kl=0.05):
+    rows = even_digits(fr.rollout(policy, prompts))
+    rows = fr.logprobs(ref, rows, out="ref_logprobs")
+    rows = fr.logprobs(policy, rows, out="old_logprobs")
+    rows = fr.values(critic, rows)
+    rows = advantages.gae(rewards.kl_shaped(rows, coefficient=kl), gamma=1.0, lam=0.95)
+    passes = fr.repeat(rows, epochs=2, minibatches=2)
+    policy = fr.update(policy, passes, loss=losses.ppo_clip(0.2))
+    return policy, fr.update(critic, passes, loss=losses.value_clip(0.2))
+
+
+def model(seed: int = 0, *, head: str = "lm") -> fr.Model:
     # a large eps: with a small one a first step moves a weight by its gradient's sign, whose rounding is then all there is
     optimizer = fr.AdamW(lr=1e-2, eps=1e-3)
     return fr.Model(
-        tiny_llama(seed, hidden_size=32), tokenizer=CharTokenizer(), optimizer=optimizer, device="cpu", micro_batch_tokens=64,
-        sample_batch_tokens=256,
+        tiny_llama(seed, hidden_size=32), tokenizer=CharTokenizer(), head=head, optimizer=optimizer, device="cpu",
+        micro_batch_tokens=MICRO_BATCH_TOKENS, sample_batch_tokens=256,
     )  # fmt: skip
 
 
-def inputs() -> dict[str, Any]:
-    return {"prompts": make_task(0, num_train=64, num_heldout=1)[0], "policy": model(), "ref": model()}
-
-
+MICRO_BATCH_TOKENS = 40
+"""Three rows at most, so that ranks whose shares differ by a row have different numbers of micro-batches."""
 OPTIONS: dict[str, Any] = {"batch": 7, "max_tokens": MAX_TOKENS, "progress": "off", "reward_workers": 0, "out": None}
-"""Seven prompts do not divide by the ranks; micro-batches are so small that ranks have different numbers of them."""
+"""Seven prompts do not divide by the ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A flow and what it is run with."""
+
+    flow: Flow
+    trains: tuple[str, ...]
+    """Models whose weights are compared."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def inputs(self) -> dict[str, Any]:
+        made = {"prompts": make_task(0, num_train=64, num_heldout=1)[0], "policy": model(), "ref": model()}
+        return {**made, "critic": model(1, head="value")} if "critic" in self.trains else made
+
+    def arguments(self, steps: int = STEPS) -> dict[str, Any]:
+        """Of `run_local`, and of `run_ranks`."""
+        return {"steps": steps, **OPTIONS, **self.options, **self.inputs()}
+
+
+CASES = {
+    "grpo": Case(grpo, ("policy", "ref")),
+    "one prompt": Case(grpo, ("policy", "ref"), {"batch": 1}),
+    "ppo": Case(ppo, ("policy", "critic")),
+    "two rows": Case(ppo, ("policy", "critic"), {"batch": 2}),
+}
+"""Two have fewer prompts than ranks; the last has an optimizer step for each row."""
+
+
+def inputs() -> dict[str, Any]:
+    return CASES["grpo"].inputs()
 
 
 def plan_of(graph: fr.Graph, where: dict[str, tuple[Mesh, str]], *moves: Step) -> Plan:
@@ -72,22 +116,27 @@ def plan_of(graph: fr.Graph, where: dict[str, tuple[Mesh, str]], *moves: Step) -
     )  # fmt: skip
 
 
-def placed(shape: str) -> Plan:
-    """Plans of `grpo`."""
-    four, two, pair = Mesh(0, 4), Mesh(0, 2), Mesh(2, 2)
-    calls = ("rollout", "old_logprobs", "ref_logprobs", "update")
-    where = {
-        "f2": dict(zip(calls, [(two, "d2"), (two, "f2"), (two, "f2"), (two, "f2")], strict=True)),
-        "t2": dict(zip(calls, [(two, "d2"), (two, "t2"), (two, "t2"), (two, "t2")], strict=True)),
-        "f2t2": dict(zip(calls, [(four, "d4"), (four, "f2t2"), (four, "f2t2"), (four, "f2t2")], strict=True)),
-        "apart": dict(zip(calls, [(two, "d2"), (pair, "f2"), (Mesh(0, 1), "d1"), (pair, "f2")], strict=True)),
-    }[shape]
+CALLS = ("ref_logprobs", "old_logprobs", "values", "update", "update_2")
+"""Nodes that run a model, beside the rollout."""
+
+
+def placed(graph: fr.Graph, shape: str) -> Plan:
+    """A plan of a flow: a layout for all that scores or trains, with copies that sample on the same ranks; or `apart`."""
+    calls = [name for name in CALLS if name in {node.name for node in graph}]
+    if shape == "apart":
+        two, pair = Mesh(0, 2), Mesh(2, 2)
+        where = {"rollout": (two, "d2"), **dict.fromkeys(calls, (pair, "f2")), "ref_logprobs": (Mesh(0, 1), "d1")}
+        for name in ("values", "update_2"):  # a critic, if there is one, where the policy samples
+            where |= {name: (two, "t2")} if name in where else {}
+    else:
+        mesh = Mesh(0, Layout.parse(shape).size)
+        where = {"rollout": (mesh, f"d{mesh.size}"), **dict.fromkeys(calls, (mesh, shape))}
     source, target = where["update"][0], where["rollout"][0]
     handover = Step(
         "gen.weights", "policy", StepKind.RESHARD, target, (Lane.COMPUTE, Lane.NVLINK), Predicted(0.01), source=source,
         reads=("policy",),
     )  # fmt: skip
-    return plan_of(grpo.graph(), where, handover)
+    return plan_of(graph, where, handover)
 
 
 def numbers(run: fr.Run) -> list[dict[str, float]]:
@@ -98,23 +147,31 @@ def numbers(run: fr.Run) -> list[dict[str, float]]:
 
 
 def trained(said: dict[str, Any]) -> None:
-    """On each rank: what comes of each plan, and the weights as they are written to a folder."""
+    """On each rank: what comes of each case on each plan, and the weights as they are written to a folder."""
     rank = int(os.environ["RANK"])
-    folder = Path(said["folder"])
-    for shape in said["shapes"]:
-        with run_ranks(grpo.graph(), plan=placed(shape), steps=STEPS, timeout_s=120.0, **OPTIONS, **inputs()) as run:
-            for name in ("policy", "ref"):
-                run.save(name, folder / shape / name)
+    for name, shape in said["todo"]:
+        case, folder = CASES[name], Path(said["folder"], f"{name} {shape}")
+        graph = case.flow.graph()
+        with run_ranks(graph, plan=placed(graph, shape), timeout_s=120.0, **case.arguments()) as run:
+            for trained in case.trains:
+                run.save(trained, folder / trained)
             events = [event for event in run.events if event.what == "reshard" and event.attributes["rank"] == rank]
             moved = [event.attributes["did"] for event in events]
-            held = {name: host.state()["weights"] for name, host in run.hosts.items() if host.has_main}
-        torch.save({"numbers": numbers(run), "moved": moved, "weights": held}, folder / f"{shape}.{rank}.pt")
+            hosts = {trained: run.hosts[trained] for trained in case.trains}
+            held = {trained: host.state()["weights"] for trained, host in hosts.items() if host.has_main}
+            rows = run.rows("rollout") if rank == 0 else None
+            texts = [] if rows is None else list(rows["response"])
+        found = {"numbers": numbers(run), "moved": moved, "weights": held, "texts": texts}
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(found, folder / f"{rank}.pt")
 
 
-def alone() -> tuple[list[dict[str, float]], dict[str, dict[str, np.ndarray]]]:
-    """Metrics and weights of one process without a plan."""
-    with fr.run_local(grpo.graph(), steps=STEPS, **OPTIONS, **inputs()) as run:
-        return numbers(run), {name: run.hosts[name].state()["weights"] for name in ("policy", "ref")}
+def alone(name: str) -> dict[str, Any]:
+    """Metrics, weights and the last responses of one process without a plan."""
+    case = CASES[name]
+    with fr.run_local(case.flow.graph(), **case.arguments()) as run:
+        weights = {model: run.hosts[model].state()["weights"] for model in case.trains}
+        return {"numbers": numbers(run), "weights": weights, "texts": list(run.rows("rollout")["response"])}
 
 
 @fr.operator(writes={"reward": fr.SAMPLE.f32})
