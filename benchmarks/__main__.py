@@ -17,6 +17,7 @@ BENCHMARKS = {
     "reshard": "weights from a trainer's shards into an engine's parameters on two GPUs (--tiny without)",
     "one_copy": "weights on the device twice, or once with reshard and offload: memory, samples/s on two GPUs (--tiny without)",
     "offload": "an optimizer streamed from host memory, on the CPU and resident; parking (--tiny without a GPU)",
+    "pages": "pages of plans and of a run of 500 steps: bytes, and how long a browser takes (needs a Chromium)",
     "curve": "draw metrics of runs as an SVG (no measurement)",
     "tables": "the experience table against other stores, and what it promises (--prepare makes an environment for them)",
     "trl_grpo": "GRPO on a tiny model against TRL's GRPOTrainer (makes an environment of its own at first)",

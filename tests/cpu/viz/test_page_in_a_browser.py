@@ -10,6 +10,7 @@ import pytest
 
 from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen
+from tests.null.planner.golden.cases import CASES
 from tests.null.viz.cases import HOSTILE, hostile, large
 
 SECTIONS = ("timeline", "devices", "memory", "dataflow", "why", "measured", "versions", "steps")
@@ -84,6 +85,23 @@ def test_it_works_in_the_frame_of_a_notebook(browser: Any, pages: dict[str, Path
     browser.open(pages["notebook"])
     assert browser.run("document.querySelector('iframe').getBoundingClientRect().height") == 760
     assert browser.said == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_pinned_plans_show_every_view(browser: Any, tmp_path: Path, name: str) -> None:
+    plan = CASES[name].plan
+    if plan is None:  # pinned as what fits nowhere
+        return
+    page = tmp_path / "plan.html"
+    page.write_text(plan_html(plan), encoding="utf-8")
+    browser.open(page)
+    browser.wait("document.documentElement.dataset.ready")
+    views = [one for one in SECTIONS if one != "measured" and (one != "versions" or plan.max_staleness)]
+    box = "document.getElementById(id).getBoundingClientRect()"
+    assert min(browser.run(f"{json.dumps(views)}.map(id => Math.min({box}.width, {box}.height))")) > 100
+    assert browser.run("document.documentElement.scrollWidth") <= 1280
+    quiet(browser, page)
 
 
 # ------------------------------------------------------------------------------------------------------------- script

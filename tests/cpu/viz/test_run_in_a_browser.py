@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from flowrl.runtime.rundir import RunDir
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.page import run_html
-from tests.null.viz.run_cases import EMOJI, HOSTILE, LONG_TOKENS, SCRIPT, as_bytes, hostile_run, plain_run, rows_of
+from tests.null.viz.run_cases import EMOJI, HOSTILE, LONG_TOKENS, SCRIPT, as_bytes, hostile_run, large_run, plain_run
 
 READY = "document.documentElement.dataset.viewed"
 
@@ -247,19 +245,9 @@ def test_a_hundred_thousand_tokens_are_shown_in_parts(browser: Any, pages: dict[
 
 @pytest.mark.slow
 def test_a_run_of_500_steps_of_512_responses(browser: Any, tmp_path: Path) -> None:
-    folder = RunDir.create(tmp_path, "large")
-    folder.write_info({"flow": "grpo", "engine": "torch", "steps": 500})
-    draw = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "so", "the", "answer", "is", "therefore", "wait"]
-    for step in range(500):
-        texts = [" ".join(draw.choice(words, 16)) for _ in range(512)]
-        texts[7] = f"needle{step} {texts[7]}"
-        groups = [texts[place : place + 8] for place in range(0, 512, 8)]
-        folder.write_edge(step, "group_norm", rows_of([f"prompt {step}.{g}" for g in range(64)], groups, seed=step))
-        folder.write_metrics(step, {"reward/mean": float(draw.random()), "update/kl": step * 1e-4})
-    folder.finish()
     page = tmp_path / "large.html"
-    page.write_text(run_html(folder, pieces=as_bytes, most_bytes=96 * 2**20), encoding="utf-8")
+    text = run_html(large_run(tmp_path, steps=500, rows=512), pieces=as_bytes, most_bytes=96 * 2**20)
+    page.write_text(text, encoding="utf-8")
     opened(browser, page)
     count = int(said(browser).split()[0].replace(",", ""))
     assert count == 512 * 500, "texts of all steps have room"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import flowrl as fr
 from flowrl.planner.measured import Comparison
 from flowrl.planner.steps import Plan
+from flowrl.viz.html import plan_html
 from flowrl.viz.measured import Seen
 from flowrl.viz.svg import clean
 from flowrl.viz.trace_json import trace_json
@@ -135,9 +137,14 @@ MADE: dict[str, Callable[[], Plan]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_pinned_plans(processor: TraceProcessor, name: str) -> None:
+    """The page says the same makespan and peaks as JSON and trace."""
     plan = CASES[name].plan
     assert plan is not None
     assert agrees(processor, plan, trace_json(plan)) == []
+    said = json.loads(plan.to_json())["predicted"]
+    facts = dict(re.findall(r' data-(makespan-s|device-bytes|host-bytes)="([^"]+)"', plan_html(plan)))
+    assert ns(float(facts["makespan-s"])) == ns(said["latency_s"])
+    assert (int(facts["device-bytes"]), int(facts["host-bytes"])) == (said["device_bytes"], said["host_bytes"])
 
 
 @pytest.mark.slow

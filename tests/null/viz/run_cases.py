@@ -105,3 +105,20 @@ def plain_run(root: Path, *, steps: int = 6, name: str = "plain", seed: int = 0,
         folder.write_samples(step, [{"prompt": f"what is {step}+1?", "response": "seven", "reward": 0.0}])
     folder.finish()
     return folder
+
+
+def large_run(root: Path, *, steps: int, rows: int) -> RunDir:
+    """Eight responses of 16 words to a prompt; one response of each step has a word that no other has."""
+    folder = RunDir.create(root, "large")
+    folder.write_info({"flow": "grpo", "engine": "torch", "steps": steps})
+    draw = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "so", "the", "answer", "is", "therefore", "wait"]
+    for step in range(steps):
+        texts = [" ".join(draw.choice(words, 16)) for _ in range(rows)]
+        texts[7] = f"needle{step} {texts[7]}"
+        groups = [texts[place : place + 8] for place in range(0, rows, 8)]
+        prompts = [f"prompt {step}.{place}" for place in range(len(groups))]
+        folder.write_edge(step, "group_norm", rows_of(prompts, groups, seed=step))
+        folder.write_metrics(step, {"reward/mean": float(draw.random()), "update/kl": step * 1e-4})
+    folder.finish()
+    return folder
