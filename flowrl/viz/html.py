@@ -246,9 +246,9 @@ def _why(plan: Plan) -> Markup:
 def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...], measured: Measurements | None) -> Markup:
     return join(
         tag("p", sentence(drawn, spans)), tag("figure", residuals(drawn, spans)),
+        terms(drawn, measured) if isinstance(measured, Comparison) else None,
         folded("Steps, predicted and measured, as a table", residual_table(drawn, spans)),
     )  # fmt: skip
-        terms(drawn, measured) if isinstance(measured, Comparison) else None,
 
 
 def _versions(drawn: Scene) -> Markup:
