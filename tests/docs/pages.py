@@ -3,7 +3,9 @@
     ```python                        runs; all blocks of a page share one namespace and one temporary folder
     ```python title="sums.py"        is also written to that file, for commands that name it
     ```toml title="run.toml"         is written to that file
-    ```console                       lines after `$ flowrl` run in this process; what follows is what they print
+    ```console                       lines after `$ flowrl` run in this process; what follows is what they print. What starts
+                                     several processes (`$ torchrun`, --nproc, --launcher) runs beside it
+    <!-- needs: module -->           the next block is left alone where that is not installed
     <!-- output -->                  the next block is what the python block before it prints
     <!-- no-run: reason -->          the next block is left alone
 
@@ -15,10 +17,12 @@ In expected output `...` stands for anything. A page's own files are called `flo
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +33,11 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<head>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
 NO_RUN = re.compile(r"<!-- no-run: (?P<reason>[^>]+?) -->\s*\Z")
+NEEDS = re.compile(r"<!-- needs: (?P<module>\w+) -->\s*\Z")
+SEVERAL = frozenset({"--nproc", "--launcher"})
+"""Options with which a command starts processes of its own, whose output goes past `sys.stdout`."""
+SECONDS = 600
+"""For such a command, at most."""
 OUTPUT = re.compile(r"<!-- output -->\s*\Z")
 
 
@@ -67,10 +76,14 @@ def blocks(page: str) -> Iterator[Block]:
         title = re.search(r'title="([^"]+)"', rest)
         before = page[: match.start()]
         skipped = NO_RUN.search(before)
+        reason = skipped["reason"] if skipped else ""
+        needs = NEEDS.search(before)
+        if needs and importlib.util.find_spec(needs["module"]) is None:
+            reason = f"{needs['module']} is not installed"
         indent = match["indent"]
         text = "".join(line.removeprefix(indent) for line in match["body"].splitlines(keepends=True))
         yield Block(
-            before.count("\n") + 2, language, title[1] if title else "", text, skipped["reason"] if skipped else "",
+            before.count("\n") + 2, language, title[1] if title else "", text, reason,
             OUTPUT.search(before) is not None, match.span("body"), indent,
         )  # fmt: skip
 
@@ -138,10 +151,13 @@ def _run_console(block: Block) -> Iterator[Mismatch]:
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
         arguments = shlex.split(command, comments=True)
-        if arguments[:1] != ["flowrl"]:
+        if arguments[:1] == ["torchrun"] or (arguments[:1] == ["flowrl"] and SEVERAL & set(arguments)):
+            code, printed = _run_processes(arguments)
+        elif arguments[:1] == ["flowrl"]:
+            code, printed = _run_cli(arguments[1:])
+        else:
             said.append(f"$ {part.rstrip()}")
             continue
-        code, printed = _run_cli(arguments[1:])
         if code == 2 and not expected.strip():
             raise AssertionError(f"line {block.line}: {command}\n{printed}")
         is_equal &= not expected.strip() or matches(expected, printed)
@@ -157,6 +173,20 @@ def _run_cli(arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(arguments)
     return code, _plain(out.getvalue())
+
+
+MODULES = {"torchrun": "torch.distributed.run", "flowrl": "flowrl.cli"}
+
+
+def _run_processes(arguments: list[str]) -> tuple[int, str]:
+    """What the processes of a command print; when it fails, what they complain of too. Ray's cluster is one of its own."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", MODULES[arguments[0]], *arguments[1:]], capture_output=True, text=True, timeout=SECONDS,
+        env={**given, "PYTHONPATH": paths, "RAY_ADDRESS": "local"}, check=False,
+    )  # fmt: skip
+    return done.returncode, _plain(done.stdout + (done.stderr[-3000:] if done.returncode else ""))
 
 
 def _plain(text: str) -> str:
