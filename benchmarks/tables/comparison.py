@@ -175,22 +175,29 @@ def read(measured: Measured, workload: Workload, plan: Plan) -> None:
     limit = Limit(workload, W1, len(rows.rows))
     held: list[reads.Store] = []
     try:
-        ways: dict[str, Callable[[], float]] = {}
         for make in stores(plan):
             store = make(rows.rows, W1)
             held.append(store)
-            part = order[: store.random_rows]
-            reads.check(store, rows, part)
-            ways[f"seq/{store.name}"] = lambda s=store: reads.speed(s.sequential(), len(order))
-            ways[f"rand/{store.name}"] = lambda s=store, p=part: reads.speed(s.random(p), len(p))
+            reads.check(store, rows, order[: store.random_rows])
             if isinstance(store, TableStore):
                 reads.check_batches(f"{store.name}, reuse", store.reusing(), rows, range(len(order)))
-                ways[f"reuse seq/{store.name}"] = lambda s=store: reads.speed(s.reusing(), len(order))
-                ways[f"reuse rand/{store.name}"] = lambda s=store: reads.speed(s.reusing(shuffle=True), len(order))
-                ways[f"packed/{store.name}"] = lambda s=store: reads.speed(s.packed(), len(order))
+        ways: dict[str, Callable[[], float]] = {}
+        # never two ways of one store after each other: the second would find its rows in the processor's cache
+        for store in held:
+            ways[f"seq/{store.name}"] = lambda s=store: reads.speed(s.sequential(), len(order))
         ways["limit/padded"] = lambda: limit.speed(padded=True)
-        ways["limit/padded, two"] = lambda: limit.speed(padded=True, buffers=2)
+        for store in held:
+            part = order[: store.random_rows]
+            ways[f"rand/{store.name}"] = lambda s=store, p=part: reads.speed(s.random(p), len(p))
         ways["limit/packed"] = lambda: limit.speed(padded=False)
+        tables = [store for store in held if isinstance(store, TableStore)]
+        for store in tables:
+            ways[f"reuse seq/{store.name}"] = lambda s=store: reads.speed(s.reusing(), len(order))
+        ways["limit/padded, two"] = lambda: limit.speed(padded=True, buffers=2)
+        for store in tables:
+            ways[f"packed/{store.name}"] = lambda s=store: reads.speed(s.packed(), len(order))
+        for store in tables:
+            ways[f"reuse rand/{store.name}"] = lambda s=store: reads.speed(s.reusing(shuffle=True), len(order))
         found = interleaved(plan.rounds, ways)
         _read_figures(measured, found)
         add_column(measured, held, plan, len(order))

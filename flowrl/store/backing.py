@@ -82,8 +82,8 @@ class Backing:
         self._counter = 0
         self._dropped: deque[tuple[str, str, tuple[Record, ...]]] = deque()
         """Claims that nobody holds any more: node, token, what is to be said before they are given back."""
-        self.looked: dict[tuple[object, ...], tuple[int, float, float]] = {}
-        """Claims that were asked for in vain: the log's sequence then, when, and when again without a look."""
+        self.looked: dict[tuple[object, ...], tuple[int, float]] = {}
+        """Claims that were asked for in vain: the log's sequence then, and when."""
         self._depth = 0
         self._is_torn = False
         """Whether an exception left the catalog in the middle of a record."""

@@ -11,7 +11,6 @@ waiting -> claimed -> done                a consumer that dies gives its claims 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,8 +38,6 @@ COMMIT_EVERY_S = 0.002
 
 MOST_LOOKED = 256
 LONGEST_NAP_S = 0.25
-SPIN_S, SPIN_NAP_S = 1e-4, 5e-5
-"""Who asks in vain again so soon does nothing else; so long he then sleeps at a time, until something is committed."""
 """Between looks at whether a consumer has died, which no record tells."""
 
 
@@ -235,7 +232,7 @@ def claim(
         if is_over or wait_s <= 0:
             if len(backing.looked) > MOST_LOOKED:
                 backing.looked.clear()
-            backing.looked[asked] = (seen, time.monotonic(), -math.inf)
+            backing.looked[asked] = (seen, time.monotonic())
             return None
         if left <= 0:
             with backing.mutex:
@@ -246,17 +243,12 @@ def claim(
 def _saw_nothing(backing: Backing, asked: tuple[Any, ...]) -> bool:
     """Whether the same was asked for in vain, nothing was committed since, and it is not time to look for the dead again.
 
-    Who asks in a loop would otherwise hold the lock most of the time, and keep away those it waits for. He also sleeps a
-    little, and wakes with the next commit: what he waits for needs the processor that he would spin on.
+    Who asks in a loop would otherwise hold the lock most of the time, and keep away those it waits for.
     """
-    sequence, looked, asked_last = backing.looked.get(asked, (-1, 0.0, 0.0))
-    now = time.monotonic()
-    if backing.closed or backing.has_dropped or sequence != backing.log.sequence or now - looked >= LONGEST_NAP_S:
+    sequence, when = backing.looked.get(asked, (-1, 0.0))
+    if backing.closed or backing.has_dropped:
         return False
-    if now - asked_last < SPIN_S and backing.log.wait(sequence, SPIN_NAP_S):
-        return False
-    backing.looked[asked] = (sequence, looked, time.monotonic())
-    return True
+    return sequence == backing.log.sequence and time.monotonic() - when < LONGEST_NAP_S
 
 
 def _try(

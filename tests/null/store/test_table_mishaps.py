@@ -58,30 +58,6 @@ def test_a_childs_copy_of_a_claim_gives_nothing_back() -> None:
         claim.done()
 
 
-@pytest.mark.parametrize("memory", ["shared", "private"])
-def test_who_asks_in_a_loop_sleeps_between_two_looks(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "SPIN_S", 60.0)  # any two calls follow each other quickly, also here
-    with ExperienceTable(memory=memory) as rows:
-        log, naps = rows._backing.log, []
-        rows.append(numbers(0, 2))
-
-        def wait(seen: int, timeout_s: float) -> bool:
-            naps.append(timeout_s)
-            if len(naps) == 3:  # someone appends while it sleeps
-                rows.append(numbers(2, 4))
-            return log.sequence != seen
-
-        monkeypatch.setattr(log, "wait", wait)
-        claim = rows.claim("update", 2)
-        assert claim is not None and naps == []
-        for asked in range(4):
-            assert rows.claim("update", 2) is None
-            assert len(naps) == max(asked - 1, 0)
-        last = rows.claim("update", 2)
-        assert last is not None and last.numbers.tolist() == [2, 3]
-        assert naps == [claims.SPIN_NAP_S] * 3
-
-
 def test_a_bound_in_bytes_drops_pieces_and_not_the_table() -> None:
     rows = private(max_bytes=10_000)
     for start in range(0, 4000, 100):
