@@ -213,10 +213,12 @@ class TorchHost:
         sampler = self._sampler
         if sampler is None or sampler.version == self.version:
             return 0
-        self._home.require("giving its weights to a sampler")
-        sampler.load(self.weights.named(), self.version)
         if isinstance(sampler, TransformersSampler) and sampler.shared:
+            if self._home.model.is_here:  # else it is told before it samples, which needs the model here
+                sampler.load(self.weights.named(), self.version)
             return 0
+        with self._home.brought(writes=False, training=False):
+            sampler.load(self.weights.named(), self.version)
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights.named())
 
     def _open_sampler(self) -> Sampler:
