@@ -98,7 +98,8 @@ def launch_long(said: dict[str, Any]) -> None:
 
 def waits(said: dict[str, Any]) -> None:
     path = Path(said["folder"], f"pid.{os.environ['RANK']}")
-    path.with_suffix(".aside").write_text(json.dumps([os.getpid(), os.environ["FLOWRL_JOB"]]))
-    path.with_suffix(".aside").replace(path)
+    aside = path.with_name(f".{path.name}")  # one for each rank
+    aside.write_text(json.dumps([os.getpid(), os.environ["FLOWRL_JOB"]]))
+    aside.replace(path)
     while True:
         signal.pause()
