@@ -377,7 +377,6 @@ class TorchHost:
             raise EngineError(
                 f"model '{self.name}' takes weights from models of the torch engine only; '{source.name}' is of another"
             )
-        self._home.require("blending weights into it")
         self._is_changed = True
         with source._home.brought(writes=False), self._home.brought(writes=True):
             self.weights.blend(source.weights, decay)
