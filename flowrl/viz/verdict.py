@@ -167,7 +167,7 @@ def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
     note = f"predicted peak of {fullest.name}{when}"
     if fullest.usage.parts:
         what, num_bytes = fullest.usage.parts[0]
-        note += f"; most of it is {what} with {units.size(num_bytes)}"
+        note += f"; largest part: {what} with {units.size(num_bytes)}"
     return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", note, peak / capacity)
 
 

@@ -164,7 +164,7 @@ def test_plan_page_and_trace_agree(page: str) -> None:
 def test_figures_answer_where_memory_is_and_what_moves() -> None:
     said = read(plan_html(large())).texts
     notes = [text for _, text in said if "predicted peak of devices" in text or "all steps move" in text]
-    assert "predicted peak of devices 0–31, during rollout; most of it is KV cache with 42.0 GiB" in notes
+    assert "predicted peak of devices 0–31, during rollout; largest part: KV cache with 42.0 GiB" in notes
     assert (
         "onload from the host, predicted, over all devices, in 1.6 s, and as many by policy.offload; all steps move 1008.1 GiB"
         in notes
