@@ -1,16 +1,20 @@
 """The torch engine on a mesh, as far as one process can see it: what is refused, and modules without weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from flowrl.engines.mesh.plans import FAMILIES, family_of
+from flowrl.engines.mesh.host import open_on_mesh
+from flowrl.engines.mesh.plans import FAMILIES, cut_layer, family_of
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.sharding import find_layers
 from flowrl.engines.mesh.sources import (
@@ -24,6 +28,7 @@ from flowrl.engines.mesh.sources import (
 )
 from flowrl.errors import ConfigError, EngineError
 from flowrl.mesh import Layout
+from tests.distributed.mesh_cases import CASES, job_of, metrics_of, model_of, uses_of
 
 SMALL = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 
@@ -72,6 +77,39 @@ def test_tp_must_divide_heads_and_width() -> None:
     assert family_of("policy", gpt2, 3) is FAMILIES["gpt2"]
     with pytest.raises(ConfigError, match="tp 4 does not divide its num_attention_heads 3"):
         family_of("policy", gpt2, 4)
+
+
+def test_adapters_are_not_cut_by_tp(four_ranks: None) -> None:
+    peft = pytest.importorskip("peft", reason="adapters come from peft, which is not installed")
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    module = peft.inject_adapter_in_model(options, llama())
+    with pytest.raises(ConfigError, match=r"found a Linear around one \(an adapter\?\); use a layout without tp"):
+        cut_layer(module.model.layers[0], FAMILIES["llama"], init_device_mesh("cpu", (4,)))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_group_of_one_adds_up_its_micro_batches(tmp_path: Path, steps: int) -> None:
+    """Shards over one rank: the gradient of four micro-batches is that of one, neither the last one's nor twice as much."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        mesh = RankMesh.join(Layout(), "one")
+        assert mesh is not None
+        case = replace(CASES["llama"], num_rows=8, max_grad_norm=None)
+        found, blocks = [], []
+        for budget in (400, 400 if steps == 1 else 12):
+            part = replace(case, budget=budget)
+            host = open_on_mesh("policy", model_of(part), uses_of(part), mesh, seed=0)
+            assert host.trainer is not None
+            with mock.patch.object(host.trainer, "_run", wraps=host.trainer._run) as run:
+                found.append((metrics_of(host.update(job_of(part, 0))), host.weights.export()))
+            blocks.append(run.call_count)
+        assert blocks[0] == 1 and (blocks[1] == 1 if steps == 1 else blocks[1] >= steps)
+        assert found[1][0]["grad_norm"] == pytest.approx(found[0][0]["grad_norm"], rel=1e-5)
+        for name, array in found[0][1].items():
+            torch.testing.assert_close(torch.tensor(found[1][1][name]), torch.tensor(array), atol=1e-6, rtol=0)
+        mesh.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_unknown_family_has_fsdp_only() -> None:

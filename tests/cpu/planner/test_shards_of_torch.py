@@ -5,10 +5,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from flowrl.engines.reshard.dist import DistTransport, GroupControl
+from flowrl.engines.reshard.program import program_for
+from flowrl.engines.reshard.resharder import Resharder
+from flowrl.errors import ConfigError
 from flowrl.mesh import Layout
 from flowrl.planner.boxes import Holding, volume
 from tests.null.planner.tensors import Tensor
@@ -49,3 +53,24 @@ def test_each_rank_holds_what_torch_gives_it(text: str) -> None:
                     assert torch.equal(expected, local), (name, rank, box)
         finally:
             dist.destroy_process_group()
+
+
+def test_uneven_shards_are_refused_where_torch_counts_them_wrong() -> None:
+    """`DTensor.from_local` takes every rank for one like its own, so that shards of 1 and 2 rows look like 2 or 4 rows, not 3. An
+    edge is given what the boxes say, and refuses other local sizes."""
+    three = Tensor("x", (3, 2), "up", 0)
+    holding = Holding(Layout(fsdp=2), range(2))
+    assert [holding.boxes(three, rank)[0][0] for rank in (0, 1)] == [(0, 2), (2, 3)]
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        wrong = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)], run_check=False)
+        assert wrong.shape == (2, 2)  # of 3 rows; when torch says 3 here, this test may go
+        program = program_for((three,), holding, holding, source_dtype="float32", target_dtype="float32")
+        with pytest.raises(ConfigError, match="x"):
+            Resharder(
+                program, 0, source={"x": wrong}, target={"x": torch.zeros(2, 2)}, transport=DistTransport(),
+                control=GroupControl(2),
+            )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
