@@ -46,7 +46,9 @@ _HOME = {
     "flowrl.runtime.local": ("Run", "run_local"),
     "flowrl.runtime.replay": ("replay",),
     "flowrl.mesh": ("Cluster", "Layout", "Placement"),
+    "flowrl.planner.choices": ("Choices",),
     "flowrl.planner.planning": ("plan",),
+    "flowrl.planner.problem": ("Effort",),
     "flowrl.planner.steps": ("Plan",),
     "flowrl.planner.workload": ("Lengths", "Workload"),
     "flowrl.errors": ("CheckError", "FlowError", "PlanError", "Problem"),
@@ -159,7 +161,9 @@ if TYPE_CHECKING:
         AdamW as AdamW,
         Model as Model,
     )
+    from flowrl.planner.choices import Choices as Choices
     from flowrl.planner.planning import plan as plan
+    from flowrl.planner.problem import Effort as Effort
     from flowrl.planner.steps import Plan as Plan
     from flowrl.planner.workload import (
         Lengths as Lengths,

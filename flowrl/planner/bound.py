@@ -3,7 +3,7 @@
 The search counts copies of parked state inside the calls that need it. A plan that hides them beside other work may so be faster
 than the least that the search allows for. Here the calls are without them:
 
-    min over splits and sizes of
+    min over parts of the cluster, splits and sizes of
         the best order of calls, each with the least that any option has; copies of parked state and handovers take no time
 
 Memory counts for each role alone only: what roles share a mesh could all be parked.
@@ -44,10 +44,17 @@ def bound_s(problem: Problem, limit_s: float = INFINITE, branches: int = 20_000)
         branches: partial placements that are looked at. Where they do not suffice the bound is that of those left: lower, and
             right.
     """
-    space = _Free(problem)
-    if num_splits(len(space.roles)) > branches:
-        return min(limit_s, space.free_bound_s())
     best = limit_s
+    for part in problem.parts:
+        best = min(best, _bound_s(_Free(part), best, branches))
+    return best
+
+
+def _bound_s(space: Space, best: float, branches: int) -> float:
+    """Of one part of the cluster; at most `best`."""
+    free_s = space.free_bound_s()
+    if free_s >= best or num_splits(len(space.roles)) > branches:
+        return min(best, free_s)
     tree = Tree(space, space.splits, Budget(branches), lambda _: best)
     try:
         for leaf in tree.leaves():  # the lowest bound first

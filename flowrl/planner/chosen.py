@@ -25,7 +25,7 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     if found.best is None:
         raise PlanError("FR-P01: no plan fits")
     kept = list({id(one): one for one in (found.best, found.fastest, *found.others) if one is not None}.values())
-    outlooks = [plan_of(found.problem, one, graph, is_exact=False).predicted for one in kept]
+    outlooks = [plan_of(found.problem.on(one), one, graph, is_exact=False).predicted for one in kept]
     timed = [
         replace(one, seconds=outlook.seconds, latency_s=outlook.latency_s)
         for one, outlook in zip(kept, outlooks, strict=True)
@@ -34,7 +34,7 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     limit_s = timed[least].seconds * (1 + found.problem.tie)
     tied = [index for index, one in enumerate(timed) if one.seconds <= limit_s]
     chosen = min(tied, key=lambda index: (simplicity(found.problem, timed[index]), index))
-    plan = plan_of(found.problem, kept[chosen], graph)
+    plan = plan_of(found.problem.on(kept[chosen]), kept[chosen], graph)
     timed[chosen] = replace(timed[chosen], seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
     listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
     ranked = sorted(listed, key=lambda one: (digits(one.seconds), str(one.placement)))
@@ -61,14 +61,21 @@ def _searched(found: Found, least_s: float) -> Searched:
         tie=found.problem.tie,
         headroom=found.problem.choices.headroom,
         why_simpler=found.why_simpler,
+        of_per_node=_of_per_node(found),
         alternatives=tuple(
             Alternative(
                 str(one.placement),
                 one.seconds,
                 round(one.peak_bytes),
-                round(max(host_bytes(found.problem.cluster, one.meshes, one.combinations))),
+                round(max(host_bytes(found.problem.on(one).cluster, one.meshes, one.combinations))),
                 found.why_not(one),
             )
             for one in found.others
         ),
     )
+
+
+def _of_per_node(found: Found) -> int:
+    """Devices of each node that there are, where the best plan leaves some of them idle; else 0."""
+    there = found.problem.cluster.devices_per_node
+    return 0 if found.best is None or found.best.per_node == there else there

@@ -21,6 +21,7 @@ from flowrl.planner.figures import (
     binding_lines,
     chosen,
     full_line,
+    idle_line,
     overlap_line,
     placement_of,
     role_lines,
@@ -29,7 +30,7 @@ from flowrl.planner.figures import (
     tail_lines,
     tie_line,
 )
-from flowrl.planner.options import Setting, all_options
+from flowrl.planner.options import Setting, all_options, likely
 from flowrl.planner.planning import plan_found
 from flowrl.planner.problem import LEAST_CHANGE, Found, Problem, digits
 from flowrl.planner.roles import Role
@@ -137,6 +138,7 @@ class Explanation:
         lines = [f"{shown}predicted {time_text(self.summary.seconds)} per iteration", ""]
         lines += [*(f"  {line}" for line in role_lines(self.plan))]
         lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
+        lines += [f"  idle: {line}" for line in (idle_line(self.plan),) if line]
         lines += [f"  warning: {line}" for line in (full_line(self.plan),) if line]
         lines += [f"  tail: {line}" for line in tail_lines(self.plan)]
         lines += [f"  overlap: {line}" for line in (overlap_line(self.plan),) if line]
@@ -269,7 +271,9 @@ class _Asking:
         if self.problem.asked_layout(role.name) is not None:
             return self._reason(role, "layout", str(layout), (), is_asked=True)
         mesh, keep = Mesh(0, layout.size), self.problem
-        options = all_options(role, keep.cluster, mesh, keep.workload, keep.choices)
+        options = all_options(role, self.plan.cluster, mesh, keep.workload, keep.choices)
+        if not role.is_engine and mesh.spans_nodes(self.plan.cluster.devices_per_node):
+            options = likely(options)  # each is planned for: over nodes only those that may be as fast
         layouts = dict.fromkeys(option.layout for option in options if option.layout != layout.ordered("mod"))
         others = [self._best(self._fixed(role, one), str(one)) for one in layouts]
         is_cut = not role.is_engine and layout.size > 1

@@ -6,15 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flowrl.cost.text import aligned, size_text, time_text
-from flowrl.planner.placed import Chosen, Load, chosen, loads_of, mesh_name, placement_of, role_of, time_line
+from flowrl.planner.placed import (
+    Chosen,
+    Load,
+    chosen,
+    idle_text,
+    loads_of,
+    mesh_name,
+    placement_of,
+    role_of,
+    time_line,
+)
 from flowrl.planner.problem import LEAST_CHANGE, Problem
 from flowrl.planner.simulate import memory
 from flowrl.planner.steps import Plan, Setting
 from flowrl.planner.tasks import Hold
 
 __all__ = [
-    "Chosen", "Load", "Phase", "Summary", "alternative_lines", "binding_lines", "chosen", "full_line", "loads_of", "mesh_name",
-    "overlap_line",
+    "Chosen", "Load", "Phase", "Summary", "alternative_lines", "binding_lines", "chosen", "full_line", "idle_line", "loads_of",
+    "mesh_name", "overlap_line",
     "phase_table", "phases", "placement_of", "role_lines", "role_of", "setting_text", "summary", "tail_lines", "tie_line",
 ]  # fmt: skip
 
@@ -185,6 +195,12 @@ def overlap_line(plan: Plan) -> str:
     if not plan.max_staleness or len({one.mesh for one in chosen(plan).values()}) > 1:
         return ""
     return "all roles share one mesh, so that iterations do not overlap: sync would take about as long"
+
+
+def idle_line(plan: Plan) -> str:
+    """That a plan leaves devices idle, and why; empty where it uses those of all nodes alike."""
+    text = idle_text(plan)
+    return f"{text}: all of them would be no faster, because meshes are neighbouring devices" if text else ""
 
 
 def full_line(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from operator import le
 
 from flowrl.mesh import Mesh
 from flowrl.planner.cells import Combination, Limits, made
-from flowrl.planner.options import Option
+from flowrl.planner.options import Option, likely
 from flowrl.planner.problem import INFINITE, Candidate, host_bytes
 from flowrl.planner.space import Space, Split
 from flowrl.planner.ties import Simplicity, burden, layout_changes, simplicity, splitting, whole_gib
@@ -93,10 +93,21 @@ class Fill:
 
     def fastest(self, limit_s: float) -> Candidate | None:
         """The fastest plan below a limit, if there is one."""
-        self.best, self.failed = None, []
-        if self.bound_s < limit_s:
+        if self.soon(limit_s):
+            limit_s = limit_s if self.best is None else self.best.seconds
             _Fastest(self, self._viable(limit_s), limit_s).down(0)
         return self.best
+
+    def soon(self, limit_s: float) -> bool:
+        """The fastest plan of few options; whether there are more with which one may be faster. A limit from few options leaves
+        little of all of them."""
+        self.best, self.failed = None, []
+        if self.bound_s >= limit_s:
+            return False
+        viable = self._viable(limit_s)
+        few = {role: likely(mine) for role, mine in viable.items()}
+        _Fastest(self, few, limit_s).down(0)
+        return few != viable
 
     def simplest(self, limit_s: float, numerics: int, below: Simplicity | None) -> Candidate | None:
         """The simplest plan of at most `limit_s`, with options of at most a rank of numerics; only if simpler than `below`."""
@@ -179,7 +190,8 @@ class Fill:
             return None
         self.fits = True
         loads = tuple(self.shape.loads(seconds))
-        return Candidate(total_s, self.meshes, tuple(combinations), loads, latency_s, order, tuple(seconds))
+        per_node = self.space.cluster.devices_per_node
+        return Candidate(total_s, self.meshes, tuple(combinations), loads, latency_s, order, tuple(seconds), per_node)
 
     def fail(self, seconds: Sequence[float]) -> None:
         """What takes these seconds is not below the limit."""
@@ -286,12 +298,13 @@ class _Simplest(_Walk):
         burdens = rest.burden + sum(map(burden, self.chosen.values()))
         held = max(static + dynamic for static, dynamic in zip(self.static, self.dynamic, strict=True))
         cuts = sum(map(splitting, self.chosen.values()))
-        return (numerics, len(self.fill.split), cuts, changes, burdens, whole_gib(held), bound_s) >= self.below
+        key = (numerics, self.fill.space.idle, len(self.fill.split), cuts, changes, burdens, whole_gib(held), bound_s)
+        return key >= self.below
 
     def _complete(self) -> None:
         found = self.fill.candidate(self.chosen, list(self.seconds), self.limit_s)
         if found is not None:
-            rank = simplicity(self.fill.space.problem, found)
+            rank = simplicity(self.fill.space.whole, found)
             if self.below is None or rank < self.below:
                 self.fill.best, self.below = found, rank
 

@@ -182,15 +182,17 @@ def _training_state(shape: ModelShape, choices: Choices, settings: Mapping[str, 
 
 def _trained(problem: Problem, role: Role, mesh: Mesh, option: Option, settings: Mapping[str, object]) -> Held:
     keep, shape, shards = problem.choices, role.shape, _shards(option)
-    offload, park = Offload(str(settings["offload"])), bool(settings.get("park_weights"))
+    offload, park, tp = Offload(str(settings["offload"])), bool(settings.get("park_weights")), option.layout.tp
     used = train_memory(
         shape,
         problem.cluster,
-        shards=shards,
+        shards=option.layout.fsdp,
         tokens=int(str(settings["micro_batch_tokens"])),
         recompute=bool(settings["recompute"]),
         loss=keep.loss,
         chunk=keep.logit_chunk,
+        tensor_parallel=tp,
+        sequence_parallel=keep.sequence_parallel and tp > 1,
         offload=offload,
         park_weights=park,
         state=_state(keep, settings),

@@ -41,17 +41,15 @@ def all_options(
         make = trained_options if role.is_trained else frozen_options
         found = make(role, cluster, mesh, workload, choices, layout)
     context, capacity = choices.memory.context_bytes, choices.room_bytes(cluster)
-    fitting = tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
-    is_inside = mesh.size <= cluster.devices_per_node
-    return fitting if role.is_engine or layout is not None or is_inside else _worth_splitting(fitting)
+    return tuple(one for one in found if one.peak_bytes + context * one.has_context <= capacity)
 
 
-def _worth_splitting(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Over several nodes, without tensor parallelism that a lower degree makes needless.
+def likely(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Of a role's options, those with which a fast plan is found soon: without tensor parallelism that a lower degree makes
+    needless.
 
-    All of it there would be more than a search of five roles with overlap gets through. An option stays when no option of a lower
-    degree that fits a device is as fast in each call with as little on hosts and the same numerics. This depends on what fits:
-    over nodes more memory can so be worse than less, which inside a node it cannot.
+    An option stays when no option of a lower degree is as fast in each call with as little on hosts and the same numerics. What
+    is left out may still be in the best plan, as it takes less device memory: a search goes through all options behind these.
     """
     kept: list[Option] = []
     lower: list[tuple[int, tuple[float, ...]]] = []

@@ -22,9 +22,13 @@ class Others:
     refused: tuple[str, ...] = ()
 
 
-def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort) -> Others:
+def others_of(
+    space: Space, best: Candidate, fastest: Candidate, effort: Effort, on_all: Candidate | None = None
+) -> Others:
     """The fastest plans of other splits; and on the meshes of the best one, with another layout of each role that is sampled
     from or trained, with less of each role offloaded, with nothing offloaded, and with clearly less device memory.
+
+    `on_all`: of a best plan that leaves devices idle, the fastest that was found on all of them.
 
     Counted in branches together (`Effort.alternative_branches`); what is found when they are used up is what there is.
     """
@@ -33,6 +37,7 @@ def others_of(space: Space, best: Candidate, fastest: Candidate, effort: Effort)
     mine = _split(space, best)
     budget = Budget(effort.alternative_branches)
     found = [] if fastest == best else [fastest]
+    found += [] if on_all is None or on_all.per_node == best.per_node else [on_all]
     refused: list[str] = []
     for name, takes, is_said in _variants(space, best):
         fill = Fill(space, mine, best.meshes, budget, takes)

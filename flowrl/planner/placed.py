@@ -42,6 +42,15 @@ def mesh_name(plan: Plan, mesh: Mesh) -> str:
     return f"{mesh.first}[1]" if mesh.size == 1 else f"{mesh.first}-{mesh.first + mesh.size - 1}[{mesh.size}]"
 
 
+def idle_text(plan: Plan) -> str:
+    """That a plan leaves devices of each node idle, `4 of the 5 devices of each node; the others stay idle`; else empty."""
+    there = 0 if plan.searched is None else plan.searched.of_per_node
+    if not there:
+        return ""
+    of_each = " of each node" if plan.cluster.nodes > 1 else ""
+    return f"{plan.cluster.devices_per_node} of the {there} devices{of_each}; the others stay idle"
+
+
 def role_of(step: Step) -> str:
     """The role whose work a step does, or else its node."""
     return str(dict(step.settings).get("role", step.node))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from flowrl.cost.shapes import ModelShape
@@ -11,7 +11,7 @@ from flowrl.errors import ConfigError
 from flowrl.graph.nodes import Graph
 from flowrl.graph.schedule import Schedule, Sync
 from flowrl.mesh import Cluster, Layout, Mesh
-from flowrl.mesh.meshes import is_part
+from flowrl.mesh.meshes import is_part, is_power_of_two
 from flowrl.mesh.placement import Group, Placement, Role as Placed
 from flowrl.planner.cells import Combination
 from flowrl.planner.options import Choices, Option, Setting
@@ -111,6 +111,17 @@ class Problem:
         """Of a device's memory, what a plan may fill."""
         return self.choices.room_bytes(self.cluster)
 
+    @property
+    def parts(self) -> tuple[Problem, ...]:
+        """The problem on the whole cluster, then on fewer devices of each node (`parts`)."""
+        return tuple(replace(self, cluster=one) for one in parts(self.cluster))
+
+    def on(self, candidate: Candidate) -> Problem:
+        """The problem on those devices of each node that a plan uses."""
+        if candidate.per_node == self.cluster.devices_per_node:
+            return self
+        return replace(self, cluster=replace(self.cluster, devices_per_node=candidate.per_node))
+
     def allows(self, split: Sequence[Sequence[int]]) -> bool:
         """Whether a split keeps together and apart what the placement says; a group that is named takes no others."""
         if self.placement is None:
@@ -154,6 +165,8 @@ class Candidate:
     """In which calls and handovers (as `Problem.work` lists them) start."""
     work_s: tuple[float, ...]
     """Of each of them."""
+    per_node: int
+    """Devices of each node from which the meshes are counted; the others of a node stay idle."""
 
     @property
     def numerics(self) -> int:
@@ -215,6 +228,7 @@ class Found:
         change = f"{more:+.1%}" if abs(more) >= LEAST_CHANGE else "as fast"
         said = [
             f"{other.placement}: {other.seconds:.1f} s ({change})",
+            *([used_text(other.per_node, self.problem.cluster)] if other.per_node != best.per_node else []),
             *settings_changed(self.problem.roles, best, other),
         ]
         work = work_of(self.problem.roles)
@@ -241,6 +255,12 @@ class Found:
         if more <= -LEAST_CHANGE:
             said.append("a tie: what was chosen is simpler")
         return "; ".join(said)
+
+
+def used_text(per_node: int, cluster: Cluster) -> str:
+    """`on 4 of the 5 devices of each node`, `on all devices of each node`."""
+    count = "all" if per_node == cluster.devices_per_node else f"{per_node} of the {cluster.devices_per_node}"
+    return f"on {count} devices{' of each node' if cluster.nodes > 1 else ''}"
 
 
 def digits(seconds: float) -> float:
@@ -347,6 +367,21 @@ def slice_sizes(cluster: Cluster) -> tuple[int, ...]:
     per_node = cluster.devices_per_node
     inside = [size for size in range(1, per_node) if is_part(size, per_node)]
     return (*inside, *range(per_node, cluster.num_devices + 1, per_node))
+
+
+def parts(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The cluster, and what it is with fewer devices in each node, as far as that has slices of its own.
+
+    Three nodes of five devices have no twelve neighbours; three of four have. Plans for such a part leave the other devices idle.
+    Fewer nodes need no part: all slices of two nodes are slices of three. A single node needs one only where slices are powers
+    of two: those of seven of eight devices are of any size.
+    """
+    most = cluster.devices_per_node
+    if cluster.nodes > 1:
+        fewer = range(most - 1, 0, -1)
+    else:
+        fewer = range(most - 1, most - 2, -1) if is_power_of_two(most) and most > 2 else range(0)
+    return (cluster, *(replace(cluster, devices_per_node=one) for one in fewer))
 
 
 def place(cluster: Cluster, sizes: Sequence[int]) -> tuple[Mesh, ...] | None:

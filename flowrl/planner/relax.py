@@ -195,7 +195,8 @@ def _least_host(problem: Problem) -> _Host | None:
         best = _best(replace(problem, cluster=cluster))
         if best is None:
             return found
-        found = _Host(max(host_bytes(cluster, best.meshes, best.combinations)), best)
+        used = replace(problem, cluster=cluster).on(best).cluster
+        found = _Host(max(host_bytes(used, best.meshes, best.combinations)), best)
         if found.num_bytes < LEAST_HOST:
             return found
         limit = math.ceil(found.num_bytes) - 1

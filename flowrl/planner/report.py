@@ -48,6 +48,8 @@ class Searched:
 
     headroom: float = 0.0
     """Part of each device's memory that was to stay free."""
+    of_per_node: int = 0
+    """Devices of each node that there are, where the plan's cluster has fewer because it is faster so; else 0."""
 
     def gap(self, seconds: float) -> float:
         """By how much a plan of `seconds` may be above the best there is, as a part of the bound."""

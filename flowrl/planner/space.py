@@ -35,10 +35,14 @@ class Space:
     Example:
         space = Space(problem)
         space.options(0, 8)          # of the first role on eight devices
+
+    `whole`: the problem on all devices of each node, where `problem` is that on a part of them.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, whole: Problem | None = None) -> None:
+        self.problem, self.whole = problem, whole or problem
+        self.idle = self.whole.cluster.devices_per_node - problem.cluster.devices_per_node
+        """Devices of each node that no mesh has."""
         self.roles = problem.roles
         self.cluster = problem.cluster
         self.sizes = slice_sizes(problem.cluster)
@@ -51,7 +55,10 @@ class Space:
         self.layout_counts = tuple(role.name in ends or models.count(role.model) > 1 for role in problem.roles)
         self.made = 0
         """How many times options were made."""
-        self._floors = [floors(role, self.cluster, problem.workload, problem.choices) for role in problem.roles]
+        self._floors = [
+            floors(role, self.cluster, problem.workload, problem.choices, problem.asked_layout(role.name))
+            for role in problem.roles
+        ]
         self._options: dict[tuple[int, int], tuple[Option, ...]] = {}
         self._least: list[dict[int, Calls]] = [
             {size: tuple(floor.seconds(size) for floor in mine) for size in self.sizes} for mine in self._floors

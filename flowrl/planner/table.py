@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowrl.cost.text import aligned, size_text, time_text
-from flowrl.planner.placed import mesh_name
+from flowrl.planner.placed import idle_text, mesh_name
 from flowrl.planner.tasks import ASSUMED, Lane, StepKind
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ def table(plan: Plan) -> str:
     outlook, cluster = plan.predicted, plan.cluster
     schedule_name = f"async, staleness up to {plan.max_staleness}" if plan.max_staleness else "sync"
     alone = f", {_time(outlook.latency_s)} from its first step to its last" if plan.max_staleness else ""
+    idle = f" ({text})" if (text := idle_text(plan)) else ""
     head = [
-        f"plan {plan.name}: {len(plan.steps)} steps on {cluster.num_devices}x{cluster.device.name}, {schedule_name}; "
+        f"plan {plan.name}: {len(plan.steps)} steps on {cluster.num_devices}x{cluster.device.name}{idle}, {schedule_name}; "
         f"graph {plan.graph_hash}, plan {plan.hash}",
         f"predicted: {_time(outlook.seconds)} per iteration{alone}, no order below {_time(outlook.bound_s)}; at most "
         f"{_size(outlook.device_bytes)} of {_size(cluster.device.memory_bytes)} per device, {_size(outlook.host_bytes)} of "

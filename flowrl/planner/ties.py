@@ -1,12 +1,13 @@
 """Which of two plans is simpler, for plans whose seconds the cost model cannot tell apart.
 
 1  numerics        what the user asked for before what the user consents to
-2  meshes          fewer
-3  splitting       less tensor parallelism of trainers and frozen models
-4  layout changes  fewer: layouts of one model, less one
-5  offload         less: none before park before a streamed optimizer before one on the CPU before all streamed
-6  device memory   less, in whole GiB
-7  seconds
+2  idle devices    fewer of each node
+3  meshes          fewer
+4  splitting       less tensor parallelism of trainers and frozen models
+5  layout changes  fewer: layouts of one model, less one
+6  offload         less: none before park before a streamed optimizer before one on the CPU before all streamed
+7  device memory   less, in whole GiB
+8  seconds
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flowrl.mesh import Layout
 from flowrl.planner.options import Option
 from flowrl.planner.problem import GIB, Candidate, Problem, settings_changed
 
-Simplicity = tuple[int, int, int, int, int, int, float]
+Simplicity = tuple[int, int, int, int, int, int, int, float]
 """Lower is simpler."""
 
 OFFLOADS = {"none": 0, "park": 1, "sopt": 2, "opt": 3, "all": 4}
@@ -55,11 +56,12 @@ def whole_gib(num_bytes: float) -> int:
 
 
 def simplicity(problem: Problem, candidate: Candidate) -> Simplicity:
-    """The key by which plans of equal seconds are ordered."""
+    """The key by which plans of equal seconds are ordered. `problem`: that of the whole cluster."""
     models: Mapping[str, str] = {role.name: role.model for role in problem.roles}
     options = [option for one in candidate.combinations for option in one.options]
     return (
         candidate.numerics,
+        problem.cluster.devices_per_node - candidate.per_node,
         len(candidate.meshes),
         sum(map(splitting, options)),
         layout_changes((models[option.role], option.layout) for option in options),
@@ -76,11 +78,12 @@ def why_simpler(problem: Problem, best: Candidate, fastest: Candidate) -> str:
     one, other = simplicity(problem, best), simplicity(problem, fastest)
     said = (
         "numerics are those asked for",
-        f"fewer meshes ({one[1]} against {other[1]} meshes)",
+        f"it leaves fewer devices idle ({one[1]} against {other[1]} of each node)",
+        f"fewer meshes ({one[2]} against {other[2]} meshes)",
         "less tensor parallelism of trainers and frozen models",
-        f"fewer layout changes ({one[3]} against {other[3]})",
+        f"fewer layout changes ({one[4]} against {other[4]})",
         "less is offloaded",
-        f"less device memory ({one[5]} against {other[5]} GiB)",
+        f"less device memory ({one[6]} against {other[6]} GiB)",
         "faster",
     )
     at = next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(said) - 1)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from flowrl.mesh import Mesh
 from flowrl.planner.handover import Side, handover_s
@@ -39,19 +40,19 @@ class EveryPlan:
         self.problem, self.handover_of = problem, handover_of
         self.fitting = list(self._fitting(options_of))
         self.least = math.inf
-        for labels, meshes, options, _ in self.fitting:
-            self.least = min(self.least, self.seconds(labels, meshes, options, self.least))
+        for part, labels, meshes, options, _ in self.fitting:
+            self.least = min(self.least, self.seconds(part, labels, meshes, options, self.least))
 
     def simplest(self) -> tuple[float, ...]:
         limit = self.least * (1 + max(self.problem.tie, 1e-12))
         keys = []
-        for labels, meshes, options, peak in self.fitting:
-            seconds = self.seconds(labels, meshes, options, limit * (1 + 1e-9))
+        for part, labels, meshes, options, peak in self.fitting:
+            seconds = self.seconds(part, labels, meshes, options, limit * (1 + 1e-9))
             if seconds <= limit * (1 + 1e-12):
-                keys.append((*self._simplicity(options, meshes, peak), seconds))
+                keys.append((*self._simplicity(part, options, meshes, peak), seconds))
         return min(keys)
 
-    def _simplicity(self, options, meshes, peak) -> tuple[int, ...]:
+    def _simplicity(self, part, options, meshes, peak) -> tuple[int, ...]:
         layouts: dict[str, set[str]] = {}
         for role, option in zip(self.problem.roles, options, strict=True):
             layouts.setdefault(role.model, set()).add(str(option.layout))
@@ -61,12 +62,25 @@ class EveryPlan:
         roles = zip(self.problem.roles, options, strict=True)
         cuts = sum(option.layout.tp - 1 for role, option in roles if not role.is_engine)
         changes = sum(len(one) - 1 for one in layouts.values())
-        return numerics, len(meshes), cuts, changes, steps, math.ceil(peak / GIB)
+        idle = self.problem.cluster.devices_per_node - part.cluster.devices_per_node
+        return numerics, idle, len(meshes), cuts, changes, steps, math.ceil(peak / GIB)
 
     def _fitting(
         self, options_of: OptionsOf
-    ) -> Iterator[tuple[tuple[int, ...], tuple[Mesh, ...], tuple[Option, ...], float]]:
-        problem, machine, count = self.problem, self.problem.cluster, len(self.problem.roles)
+    ) -> Iterator[tuple[Problem, tuple[int, ...], tuple[Mesh, ...], tuple[Option, ...], float]]:
+        """Also those that leave devices of each node idle; of one node, if there are sizes that more devices do not have."""
+        known: list[set[int]] = []
+        for per_node in range(self.problem.cluster.devices_per_node, 0, -1):
+            machine = replace(self.problem.cluster, devices_per_node=per_node)
+            sizes = {size for size in range(1, per_node + 1) if machine.slices(size)}
+            if machine.nodes > 1 or not any(sizes <= larger for larger in known):
+                yield from self._fitting_on(replace(self.problem, cluster=machine), options_of)
+            known.append(sizes)
+
+    def _fitting_on(
+        self, problem: Problem, options_of: OptionsOf
+    ) -> Iterator[tuple[Problem, tuple[int, ...], tuple[Mesh, ...], tuple[Option, ...], float]]:
+        machine, count = problem.cluster, len(problem.roles)
         sizes = [n for n in range(1, machine.num_devices + 1) if machine.slices(n)]
         for labels in itertools.product(range(count), repeat=count):
             if [label for i, label in enumerate(labels) if label not in labels[:i]] != list(range(max(labels) + 1)):
@@ -77,13 +91,12 @@ class EveryPlan:
                     continue
                 ways = [options_of(problem, role, chosen[label]) for role, label in enumerate(labels)]
                 for options in itertools.product(*ways):
-                    least, peak = self._peaks(labels, meshes, options)
+                    least, peak = self._peaks(problem, labels, meshes, options)
                     if least <= problem.room_bytes:
-                        yield labels, meshes, options, min(peak, problem.room_bytes)
+                        yield problem, labels, meshes, options, min(peak, problem.room_bytes)
 
-    def _peaks(self, labels, meshes, options) -> tuple[float, float]:
+    def _peaks(self, problem, labels, meshes, options) -> tuple[float, float]:
         """On the fullest device, when nothing works while weights wait, and when all does that may; infinite: a host is over."""
-        problem = self.problem
         hosts, least, peak = [0.0] * problem.cluster.nodes, 0.0, 0.0
         for label, mesh in enumerate(meshes):
             mine = [option for option, at in zip(options, labels, strict=True) if at == label]
@@ -115,9 +128,8 @@ class EveryPlan:
                 used += option_of[role].handover_bytes
         return used <= self.problem.room_bytes
 
-    def seconds(self, labels, meshes, options, enough: float) -> float:
+    def seconds(self, problem, labels, meshes, options, enough: float) -> float:
         """The shortest order of the calls that fits, found by trying all; `enough` or more where the loads alone are."""
-        problem = self.problem
         tasks: dict[str, tuple[float, set[int], set[str]]] = {}
         at = {role.name: label for role, label in zip(problem.roles, labels, strict=True)}
         option_of = {option.role: option for option in options}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flowrl.cost.generation import EngineConstants
+from flowrl.cost.memory import train_memory
 from flowrl.cost.offload import ADAM_8BIT, ADAM_FP32
 from flowrl.cost.shapes import ModelShape
 from flowrl.mesh import Cluster, Mesh
@@ -90,6 +91,26 @@ def test_forward_passes_of_a_trainer_hold_what_those_of_a_frozen_model_do():
     assert found.during("forward") == pytest.approx(beside.during("forward"))
     assert sum(found.during("forward").values()) < sum(found.during("train").values())
     assert found.during("train") == found.working and beside.during("forward") == beside.working
+
+
+def test_activations_of_a_trainer_that_is_cut_are_those_of_its_part():
+    """A group of tensor-parallel ranks works on the tokens together: the parts are those that the option's memory was made of."""
+    problem, role, options = options_of("four roles", "policy")
+    states, looked_at = {one.name: one for one in CHOICES.optimizers}, 0
+    for option in options:
+        said, layout = dict(option.settings), option.layout
+        if layout.tp == 1 or said["offload"] != "none":
+            continue
+        used = train_memory(
+            role.shape, CLUSTER, shards=layout.fsdp, tokens=said["micro_batch_tokens"], recompute=said["recompute"],
+            tensor_parallel=layout.tp, sequence_parallel=True, state=states[said["optimizer"]],
+        )  # fmt: skip
+        found, more = held(problem, role, Mesh(0, 8), option), CHOICES.memory.fragmentation
+        assert found.working["activations"] == pytest.approx(used.activation_bytes * more)
+        assert found.working["logits"] == pytest.approx(used.logit_bytes * more)
+        assert found.working["gathered"] == pytest.approx(used.gather_bytes * more)
+        looked_at += 1
+    assert looked_at
 
 
 def test_worked_bytes_of_parked_training_state():

@@ -1,8 +1,10 @@
 """More to choose from is never worse: memory, devices, choices, and the planner's own placement against one that is asked for.
 
-Within the tie: of plans that the model cannot tell apart the simplest is taken.
+The fastest plan that is found is never slower with more. What is taken is the simplest of the plans within the tie of it, which
+the model cannot tell apart; so the plan that is taken may be slower by the tie, and by no more.
 """
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,10 +12,11 @@ import pytest
 from examples.flows.grpo import grpo
 from examples.flows.ppo import ppo
 from flowrl.cost.offload import Offload
+from flowrl.graph.schedule import Async
 from flowrl.mesh import Cluster
 from flowrl.planner.choices import Choices
 from flowrl.planner.planning import problem_of
-from flowrl.planner.problem import TIE, Found
+from flowrl.planner.problem import TIE, Found, Problem
 from flowrl.planner.search import search
 from flowrl.planner.workload import Lengths, Workload
 
@@ -28,10 +31,15 @@ def machine(gib: int = 80, per_node: int = 8, nodes: int = 1) -> Cluster:
     return found.with_memory(device_bytes=gib * GIB, host_bytes=1024 * GIB)
 
 
-def planned(flow, model: str, cluster: Cluster, **asked) -> Found:
+def problem_for(flow, model: str, cluster: Cluster, staleness: int = 0, **asked) -> Problem:
     names = ("policy", "ref") if flow is grpo else ("policy", "ref", "critic", "judge")
     problem, _ = problem_of(flow, models=dict.fromkeys(names, model), cluster=cluster, workload=WORK, **asked)
-    found = search(problem)
+    # the loss of these flows wants rows of the newest weights; what a plan takes does not depend on it
+    return replace(problem, schedule=Async(staleness)) if staleness else problem
+
+
+def planned(flow, model: str, cluster: Cluster, staleness: int = 0, **asked) -> Found:
+    found = search(problem_for(flow, model, cluster, staleness, **asked))
     assert found.best is not None and found.fastest is not None and found.is_exhaustive
     assert found.best.seconds <= found.fastest.seconds * (1 + TIE)
     return found
@@ -77,6 +85,63 @@ def test_more_nodes(per_node):
         found = planned(grpo, SMALL, machine(80, per_node, nodes))
         assert before is None or not_worse(found, before), nodes
         before = found
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "counts", "staleness"),
+    [(SMALL, 3, (2, 3, 4, 5), 0), (SMALL, 2, (4, 6), 1), (LARGE, 4, (4, 5), 1), (LARGE, 2, (6, 7, 8), 0)],
+)
+def test_more_devices_of_each_node(model, nodes, counts, staleness):
+    before = None
+    for count in counts:
+        found = planned(grpo, model, machine(80, count, nodes), staleness)
+        assert before is None or not_worse(found, before), count
+        before = found
+
+
+def test_devices_stay_idle_where_all_of_them_would_be_slower():
+    """Twelve devices are four of each of three nodes; of fifteen, twelve neighbours are no slice."""
+    found = planned(grpo, SMALL, machine(80, 5, 3))
+    assert found.best is not None and found.fastest is not None
+    assert found.best.per_node == 4 and [mesh.size for mesh in found.best.meshes] == [12]
+    on_all = [one for one in found.others if one.per_node == 5]
+    assert on_all and min(one.seconds for one in on_all) > found.best.seconds * (1 + TIE)
+    assert "on all devices of each node" in found.why_not(on_all[0])
+
+
+@pytest.mark.parametrize(("model", "nodes", "sizes"), [(SMALL, 2, (16, 24, 40, 80)), (LARGE, 2, (48, 80, 141))])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_more_memory_over_nodes(model, nodes, sizes, staleness):
+    before = None
+    for gib in sizes:
+        found = planned(grpo, model, machine(gib, 4, nodes), staleness)
+        assert before is None or not_worse(found, before), gib
+        before = found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_more_of_anything_over_nodes(seed):
+    """Clusters, workloads and placements by chance, and then one with more devices, nodes, memory or host memory."""
+    pick = random.Random(seed)
+    flow, model = pick.choice([(grpo, LARGE), (grpo, SMALL), (grpo, "Qwen/Qwen2.5-1.5B"), (ppo, SMALL)])
+    places = [None, None, "gen:... | ...", "(gen + policy) | ..."]
+    asked = {"staleness": pick.choice([0, 0, 1]), "placement": pick.choice(places)}
+    have = {"gib": pick.choice([24, 40, 60, 80]), "per_node": pick.randint(2, 7), "nodes": pick.randint(2, 4)}
+    host = pick.choice([256, 1024])
+
+    def solved(have: dict[str, int], host: int) -> Found:
+        cluster = machine(**have).with_memory(host_bytes=host * GIB)
+        return search(problem_for(flow, model, cluster, **asked))
+
+    less = solved(have, host)
+    for what, most in (("gib", 141), ("per_node", 8), ("nodes", 5), ("host", 2048)):
+        if what == "host":
+            more = solved(have, most)
+        else:
+            more = solved({**have, what: pick.randint(have[what] + 1, most)}, host)
+        if less.best is not None and less.is_exhaustive and more.is_exhaustive:
+            assert not_worse(more, less), what
 
 
 @pytest.mark.parametrize(("model", "gib", "per_node"), [(SMALL, 141, 2), (LARGE, 80, 8)])

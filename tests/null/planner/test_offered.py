@@ -30,7 +30,7 @@ def asking(text):
             "'policy', which is trained, cannot be laid out as f2p2: only engines have stages .p.; there are f4, d2f2",
         ),
         ("gen:d16 | ...", "'gen:d16' needs 16 devices in one slice; nodes have 8 devices"),
-        ("gen:d3 | ...", "needs 3 devices in one slice"),
+        ("gen:d9 | ...", "needs 9 devices in one slice"),
         ("gen:d8 | (policy:f8 + ref:f8)", "needs 16 devices; no 8 are left"),
         ("gen:d8 | ...", "gives 8 of 8 devices to groups with a size, and leaves none for policy, ref"),
         ("gen:d4 | policy:f4 | ref:...", "leaves none for ref:..."),
@@ -56,7 +56,7 @@ def test_why_a_layout_cannot_be():
 
 
 @pytest.mark.parametrize(
-    "text", ["gen:d8 + ref:... + policy:...", "gen:d4 | ...", "policy:d2f2 | ...", "policy:t2 | ..."]
+    "text", ["gen:d3 | ...", "gen:d8 + ref:... + policy:...", "gen:d4 | ...", "policy:d2f2 | ...", "policy:t2 | ..."]
 )
 def test_what_can_be(text):
     check_placement(asking(text))

@@ -99,10 +99,12 @@ def test_an_option_of_an_engine_costs_what_the_formulas_say():
     "role", [trainer(), frozen(), trainer(LLAMA.with_lora(16))], ids=["trained", "frozen", "adapters"]
 )
 @pytest.mark.parametrize("work", [WORK, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("machine", [H100, replace(H100, devices_per_node=6)], ids=["8", "6"])
+@pytest.mark.parametrize(
+    "machine", [H100, replace(H100, devices_per_node=6), replace(H100, nodes=2)], ids=["8", "6", "2 of 8"]
+)
 def test_more_memory_offers_more(role, work, machine):
     """What is offered is left out for nothing that only fits where there is more."""
-    for size in (machine.devices_per_node, 2):
+    for size in (machine.num_devices, 2):
         before: set[Option] = set()
         for gib in (16, 24, 40, 60, 80, 141):
             one = machine.with_memory(device_bytes=gib * GIB)

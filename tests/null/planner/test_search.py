@@ -45,7 +45,7 @@ def agrees(problem: Problem, every: EveryPlan) -> Found:
     assert found.fastest.seconds == pytest.approx(every.least, rel=1e-12)
     assert found.bound_s <= every.least * (1 + 1e-12)
     expected = every.simplest()
-    assert simplicity(problem, found.best)[:6] == expected[:6]
+    assert simplicity(problem, found.best)[:7] == expected[:7]
     assert found.best.seconds == pytest.approx(expected[-1], rel=1e-12)
     return found
 
