@@ -28,6 +28,7 @@ from flowrl.planner.figures import (
     alternative_lines,
     binding_lines,
     full_line,
+    idle_line,
     overlap_line,
     phase_table,
     phases,
@@ -301,6 +302,7 @@ def _figure_lines(made: Plan, figures: Summary) -> list[str]:
     for line in binding_lines(figures, made):
         what, _, said = line.partition(": ")
         rows.append(("bottleneck" if what == "time" else what, f"predicted {said}"))
+    rows += [("idle", line) for line in (idle_line(made),) if line]
     rows += [("warning", line) for line in (full_line(made),) if line]
     rows += [("tail", f"predicted {line}") for line in tail_lines(made)]
     gap = (

@@ -16,6 +16,7 @@ from typing import Any
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.planner.measured import Comparison
+from flowrl.planner.placed import idle_text
 from flowrl.planner.steps import Plan
 from flowrl.viz import units
 from flowrl.viz.dataflow import CONTROL, DATA, WEIGHTS, Dataflow, dataflow
@@ -89,9 +90,10 @@ def notebook_html(plan: Plan, graph: Flow | Graph | None = None, *, height: int 
 def _head(plan: Plan, shown: tuple[Figure, ...]) -> Markup:
     cluster = plan.cluster
     how = f"asynchronous, staleness up to {plan.max_staleness}" if plan.max_staleness else "synchronous"
+    idle = f" ({text})" if (text := idle_text(plan)) else ""
     lead = (
         f"{len(plan.steps)} steps on {cluster.num_devices} × {cluster.device.name} in {cluster.nodes} "
-        f"node{'s' if cluster.nodes > 1 else ''}, {how}. Times and memory are predicted unless they are called measured."
+        f"node{'s' if cluster.nodes > 1 else ''}{idle}, {how}. Times and memory are predicted unless they are called measured."
     )
     return tag("header", tag("h1", f"Plan {plan.name}"), tag("p", lead, class_="lead"), strip(shown))
 
