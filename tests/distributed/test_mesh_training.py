@@ -351,7 +351,7 @@ def test_layers_compile(tmp_path: Path) -> None:
 def test_errors_say_what_to_do(two: list[dict[str, Any]]) -> None:
     for rank in two:
         sampler, opened, model, blend = rank["f2 errors"]
-        assert "vLLM sampler" in sampler and "vLLM sampler" in opened
+        assert "was not opened for 'generate'" in sampler and "use a layout of dp and tp, as d2" in opened
         assert "save it and open the folder" in model
         assert "no parameter" in blend or "lacks" in blend
         texts, after = rank["f2 learns_nothing"]
