@@ -65,9 +65,7 @@ class _Search:
         problem, effort = self.problem, self.problem.effort
         beside = Others()
         if self.best is not None and self.fastest is not None:
-            idle = problem.cluster.devices_per_node - self.best.per_node
-            home = next(space for space in self.spaces if space.idle == idle)
-            beside = others_of(home, self.best, self.fastest, effort, on_all)
+            beside = others_of(self._home(self.best), self.best, self.fastest, effort, on_all)
         return Found(
             problem,
             self.best,
@@ -161,7 +159,12 @@ class _Search:
         """In place of what is left, once."""
         if self.is_exhaustive:
             self.is_exhaustive = False
-            self.fastest = anneal(self.spaces[0], self.fastest, self.problem.effort)
+            self.fastest = anneal(self._home(self.fastest), self.fastest, self.problem.effort)
+
+    def _home(self, candidate: Candidate | None) -> Space:
+        """Where a plan stands; without one, the whole cluster."""
+        per_node = self.problem.cluster.devices_per_node if candidate is None else candidate.per_node
+        return next(space for space in self.spaces if space.cluster.devices_per_node == per_node)
 
     def _fill(self, space: Space, leaf: Leaf, budget: Budget) -> Fill | None:
         meshes = space.meshes(leaf.sizes)
