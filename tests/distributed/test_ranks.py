@@ -77,7 +77,7 @@ def check(where: str, case: rank_flows.Case, expected: dict[str, Any], ranks: li
 def test_ranks_of_these_cases_have_different_numbers_of_micro_batches() -> None:
     """Else the cases would not show that it does not matter."""
     lengths = np.full(14, 5 + 6)  # half of seven prompts' four responses, with all that they may have
-    blocks = [split_by_tokens(lengths[own], rank_flows.MICRO_BATCH_TOKENS) for own in shares(lengths, 4)]
+    blocks = [list(split_by_tokens(lengths[own], rank_flows.MICRO_BATCH_TOKENS)) for own in shares(lengths, 4)]
     assert len({len(each) for each in blocks}) > 1
 
 

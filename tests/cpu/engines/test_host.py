@@ -215,7 +215,7 @@ def test_the_sampler_uses_the_newest_weights(kit):
 class FakeVllm:
     """Takes weights as the vLLM sampler does; module:VllmSampler of the real one is imported only when used."""
 
-    def __init__(self, module, tokenizer, model):
+    def __init__(self, module, tokenizer, model, team):
         self.version, self.loads, self.closed = 0, [], False
 
     def load(self, named, version):
