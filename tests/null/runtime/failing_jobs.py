@@ -29,7 +29,9 @@ def troubled(response, max_policy_version: fr.SAMPLE.i32, sample_index: fr.SAMPL
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "remove":
-            shutil.rmtree(os.environ["FLOWRL_JOB"])
+            gone = os.environ["FLOWRL_JOB"] + ".gone"
+            os.rename(os.environ["FLOWRL_JOB"], gone)  # at once: others write into it meanwhile
+            shutil.rmtree(gone)
         if how == "stall":
             while True:
                 signal.pause()

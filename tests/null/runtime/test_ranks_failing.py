@@ -102,7 +102,9 @@ def test_a_job_whose_memory_was_removed_has_failed(tmp_path: Path) -> None:
     text = failure(tmp_path, "remove", 2)
     first = text.splitlines()[0]
     # either the rank that removed it ends first, or one that reads rows which went with it
-    assert first.startswith("rank ") and ("its process ended with code " in first or "No such file or directory" in first)
+    assert first.startswith("rank ") and (
+        "its process ended with code " in first or "No such file or directory" in first
+    )
     nothing_is_left(tmp_path)
 
 
