@@ -160,10 +160,9 @@ def test_a_rank_that_stops_in_the_middle_is_named_in_time(monkeypatch: pytest.Mo
     found = pair(timeout_s=0.3)
     monkeypatch.setattr(found.transports[1], "start", lambda bucket: None)  # sends nothing, and awaits nothing
     errors = found.run(1)
-    (late,) = [
-        error for error in errors if isinstance(error, WaitTimeout)
-    ]  # whose time is over first; the other gives up
-    assert re.search(r"device . did not send its messages of bucket . within 0.3 s", str(late))
+    late = [error for error in errors if isinstance(error, WaitTimeout)]
+    assert late  # whose time is over first; the other gives up, or its time is over too
+    assert all(re.search(r"device . did not send its messages of bucket . within 0.3 s", str(error)) for error in late)
     assert all(isinstance(error, WaitTimeout | EngineError) for error in errors)
     assert all(end.is_stale for end in found.ends)
 
