@@ -11,29 +11,11 @@ Memory counts for each role alone only: what roles share a mesh could all be par
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flowrl.planner.fill import Budget, Spent
-from flowrl.planner.holds import moves_s
-from flowrl.planner.options import Option
+from flowrl.planner.free import Free
 from flowrl.planner.problem import INFINITE, Problem, num_splits
 from flowrl.planner.space import Space
 from flowrl.planner.tree import Leaf, Tree
-
-
-class _Free(Space):
-    """The same problem, with state that is moved in no time."""
-
-    def every_option(self, role: int, size: int) -> tuple[Option, ...]:
-        mine = self.roles[role]
-        found: list[Option] = []
-        for option in super().every_option(role, size):
-            moving = [moves_s(self.problem, mine, option, call) for call in mine.calls]
-            if any(moving):
-                seconds = tuple(max(0.0, a - b) for a, b in zip(option.seconds, moving, strict=True))
-                option = replace(option, seconds=seconds)
-            found.append(option)
-        return tuple(found)
 
 
 def bound_s(problem: Problem, limit_s: float = INFINITE, branches: int = 20_000) -> float:
@@ -46,7 +28,7 @@ def bound_s(problem: Problem, limit_s: float = INFINITE, branches: int = 20_000)
     """
     best = limit_s
     for part in problem.parts:
-        best = min(best, _bound_s(_Free(part), best, branches))
+        best = min(best, _bound_s(Free(part), best, branches))
     return best
 
 

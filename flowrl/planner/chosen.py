@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowrl.cost.offload import Offload
 from flowrl.errors import PlanError
 from flowrl.graph.nodes import Graph
 from flowrl.planner.bound import bound_s
+from flowrl.planner.finish import finished
 from flowrl.planner.lower import plan_of
-from flowrl.planner.problem import LEAST_CHANGE, Found, digits, host_bytes
+from flowrl.planner.problem import LEAST_CHANGE, Candidate, Found, Problem, digits, host_bytes
 from flowrl.planner.report import Alternative, Searched
 from flowrl.planner.steps import Plan
 from flowrl.planner.ties import simplicity, why_simpler
@@ -18,25 +20,37 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     """The plan of the best that a search has found, with what the search looked at. `graph` is that of `problem_of`.
 
     The search counts copies of parked state inside the calls that need it; a plan may hide them beside other work. So all that
-    the search kept is planned, and of those that then tie with the fastest (`Problem.tie`) the simplest is taken.
+    the search kept is planned, then what may be faster than the best of it (`flowrl.planner.finish`), and of those that tie with
+    the fastest (`Problem.tie`) the simplest is taken.
 
     Errors: PlanError when nothing was found that fits; `flowrl.planner.relax.explain` says why.
     """
     if found.best is None:
         raise PlanError("FR-P01: no plan fits")
     kept = list({id(one): one for one in (found.best, found.fastest, *found.others) if one is not None}.values())
-    outlooks = [plan_of(found.problem.on(one), one, graph, is_exact=False).predicted for one in kept]
-    timed = [
-        replace(one, seconds=outlook.seconds, latency_s=outlook.latency_s)
-        for one, outlook in zip(kept, outlooks, strict=True)
-    ]
+    timed = [_timed(found.problem, one, graph) for one in kept]
+    # without parked state, what a plan takes beyond what the search counts
+    beside = [max(0.0, plan.seconds - one.seconds) for plan, one in zip(timed, kept, strict=True) if not _parks(one)]
+    hidden = finished(
+        found.problem,
+        min(one.seconds for one in timed),
+        min(beside, default=0.0),
+        lambda one: _timed(found.problem, one, graph).seconds,
+    )
+    if hidden is not None:
+        kept.append(hidden)
+        timed.append(_timed(found.problem, hidden, graph))
     least = min(range(len(timed)), key=lambda index: (timed[index].seconds, timed[index].numerics, index))
     limit_s = timed[least].seconds * (1 + found.problem.tie)
     tied = [index for index, one in enumerate(timed) if one.seconds <= limit_s]
     chosen = min(tied, key=lambda index: (simplicity(found.problem, timed[index]), index))
     plan = plan_of(found.problem.on(kept[chosen]), kept[chosen], graph)
     timed[chosen] = replace(timed[chosen], seconds=plan.predicted.seconds, latency_s=plan.predicted.latency_s)
-    listed = [one for index, one in enumerate(timed) if index != chosen and (kept[index] in found.others or index == 0)]
+    listed = [
+        timed[index]
+        for index, one in enumerate(kept)
+        if index != chosen and (index == 0 or one is hidden or one in found.others)
+    ]
     ranked = sorted(listed, key=lambda one: (digits(one.seconds), str(one.placement)))
     is_faster = timed[least].seconds < timed[chosen].seconds * (1 - LEAST_CHANGE)
     simpler = why_simpler(found.problem, timed[chosen], timed[least]) if is_faster else ""
@@ -46,6 +60,17 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     shapes = tuple(sorted(models.items()))
     known_s = min(one.seconds for one in timed)
     return replace(plan, models=shapes, searched=_searched(placed, bound_s(found.problem, known_s)))
+
+
+def _timed(problem: Problem, candidate: Candidate, graph: Graph) -> Candidate:
+    """With the seconds of its plan."""
+    outlook = plan_of(problem.on(candidate), candidate, graph, is_exact=False).predicted
+    return replace(candidate, seconds=outlook.seconds, latency_s=outlook.latency_s)
+
+
+def _parks(candidate: Candidate) -> bool:
+    settings = [dict(option.settings) for one in candidate.combinations for option in one.options]
+    return any(one.get("offload") == Offload.PARK.value or one.get("park_weights") for one in settings)
 
 
 def _searched(found: Found, least_s: float) -> Searched:

@@ -43,7 +43,7 @@ class Budget:
 
 
 @dataclass
-class _Least:
+class Least:
     """What the roles after some place in the walk need at least, of each set."""
 
     static: list[float]
@@ -95,7 +95,7 @@ class Fill:
         """The fastest plan below a limit, if there is one."""
         if self.soon(limit_s):
             limit_s = limit_s if self.best is None else self.best.seconds
-            _Fastest(self, self._viable(limit_s), limit_s).down(0)
+            _Fastest(self, self.viable(limit_s), limit_s).down(0)
         return self.best
 
     def soon(self, limit_s: float) -> bool:
@@ -104,7 +104,7 @@ class Fill:
         self.best, self.failed = None, []
         if self.bound_s >= limit_s:
             return False
-        viable = self._viable(limit_s)
+        viable = self.viable(limit_s)
         few = {role: likely(mine) for role, mine in viable.items()}
         _Fastest(self, few, limit_s).down(0)
         return few != viable
@@ -116,7 +116,7 @@ class Fill:
             return None
         viable = {
             role: tuple(sorted((one for one in mine if one.numerics <= numerics), key=_simple_first))
-            for role, mine in self._viable(limit_s * SAME).items()
+            for role, mine in self.viable(limit_s * SAME).items()
         }
         _Simplest(self, viable, limit_s * SAME, below).down(0)
         return self.best
@@ -143,7 +143,7 @@ class Fill:
         taking = {one.layout: one for one in self.choices[engine]}.values()
         return min(space.handover(space.roles[engine], (source, a), (target, b)) for a in giving for b in taking)
 
-    def _viable(self, limit_s: float) -> dict[int, tuple[Option, ...]]:
+    def viable(self, limit_s: float) -> dict[int, tuple[Option, ...]]:
         """Of each role, the options with which a plan may be below a limit."""
         if limit_s == INFINITE:
             return self.choices
@@ -199,8 +199,8 @@ class Fill:
             self.failed.append(tuple(seconds))
 
 
-class _Walk:
-    """The walk; what is a better plan is for its two kinds to say."""
+class Walk:
+    """The walk; what is a better plan is for its kinds to say."""
 
     def __init__(self, fill: Fill, viable: dict[int, tuple[Option, ...]], limit_s: float) -> None:
         self.fill, self.limit_s = fill, limit_s
@@ -208,14 +208,14 @@ class _Walk:
         count = len(fill.split)
         # those that can take most memory first: what does not fit is seen early
         self.order = sorted(viable, key=lambda role: (-max((o.peak_bytes for o in viable[role]), default=0.0), role))
-        self.rest = [_Least([0.0] * count, [0.0] * count, [0.0] * count, 0)]
+        self.rest = [Least([0.0] * count, [0.0] * count, [0.0] * count, 0)]
         for role in reversed(self.order):
             last, at, mine = self.rest[-1], fill.set_of[role], viable[role]
             static, dynamic, host = list(last.static), list(last.dynamic), list(last.host)
             static[at] += min((o.static_bytes for o in mine), default=0.0)
             dynamic[at] = max(dynamic[at], min((o.dynamic_bytes for o in mine), default=0.0))
             host[at] += min((o.host_bytes for o in mine), default=0.0)
-            self.rest.append(_Least(static, dynamic, host, last.burden + min(map(burden, mine), default=0)))
+            self.rest.append(Least(static, dynamic, host, last.burden + min(map(burden, mine), default=0)))
         self.rest.reverse()
         self.chosen: dict[int, Option] = {}
         self.seconds = list(fill.least_s)
@@ -226,7 +226,7 @@ class _Walk:
         """Choose for the role at a place in the order, and for those after it."""
         fill = self.fill
         if at == len(self.order):
-            self._complete()
+            self.complete()
             return
         role = self.order[at]
         one, rest = fill.set_of[role], self.rest[at + 1]
@@ -242,7 +242,7 @@ class _Walk:
                 self.seconds[index] = option.seconds[call]
             if (
                 self._fits(one, rest)
-                and not self._is_pruned(fill.space.cost(fill.shape, self.seconds), rest)
+                and not self.is_pruned(fill.space.cost(fill.shape, self.seconds), rest)
             ):  # fmt: skip
                 self.down(at + 1)
         self.chosen.pop(role, None)
@@ -250,7 +250,7 @@ class _Walk:
         for index, _ in fill.calls[role]:
             self.seconds[index] = fill.least_s[index]
 
-    def _fits(self, one: int, rest: _Least) -> bool:
+    def _fits(self, one: int, rest: Least) -> bool:
         fill = self.fill
         context = fill.limits.context_bytes if self.contexts[one] else 0.0
         held = context + self.static[one] + rest.static[one]
@@ -261,18 +261,20 @@ class _Walk:
         chosen = [self.chosen[role] for role in fill.split[one] if role in self.chosen]
         return all(held + edge.handed_bytes(chosen) <= fill.limits.device_bytes for edge in fill.space.edges)
 
-    def _is_pruned(self, bound_s: float, rest: _Least) -> bool:
+    def is_pruned(self, bound_s: float, rest: Least) -> bool:
+        """Whether no completion of what is chosen is wanted: none is below the bound, and the rest needs what it needs."""
         raise NotImplementedError
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """All is chosen."""
         raise NotImplementedError
 
 
-class _Fastest(_Walk):
-    def _is_pruned(self, bound_s: float, rest: _Least) -> bool:
+class _Fastest(Walk):
+    def is_pruned(self, bound_s: float, rest: Least) -> bool:
         return bound_s >= self.limit_s
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
         found = self.fill.candidate(self.chosen, list(self.seconds), self.limit_s)
         if found is not None:
             self.fill.best, self.limit_s = found, found.seconds
@@ -280,7 +282,7 @@ class _Fastest(_Walk):
                 self.fill.fail(found.work_s)
 
 
-class _Simplest(_Walk):
+class _Simplest(Walk):
     def __init__(
         self, fill: Fill, viable: dict[int, tuple[Option, ...]], limit_s: float, below: Simplicity | None
     ) -> None:
@@ -288,7 +290,7 @@ class _Simplest(_Walk):
         self.below = below
         self.models = {role.name: role.model for role in fill.space.roles}
 
-    def _is_pruned(self, bound_s: float, rest: _Least) -> bool:
+    def is_pruned(self, bound_s: float, rest: Least) -> bool:
         if bound_s >= self.limit_s:
             return True
         if self.below is None:
@@ -301,7 +303,7 @@ class _Simplest(_Walk):
         key = (numerics, self.fill.space.idle, len(self.fill.split), cuts, changes, burdens, whole_gib(held), bound_s)
         return key >= self.below
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
         found = self.fill.candidate(self.chosen, list(self.seconds), self.limit_s)
         if found is not None:
             rank = simplicity(self.fill.space.whole, found)

@@ -50,9 +50,11 @@ class Effort:
     """Other ways to split the roles that are planned too, to say why they lost; 0 for none."""
     alternative_branches: int = 3_000
     """For all of these together."""
+    finished: int = 60
+    """Plans that are finished because they may be faster once copies of parked state are hidden (`flowrl.planner.finish`)."""
 
     def __post_init__(self) -> None:
-        least = {"branches": 1, "moves": 0, "alternatives": 0, "alternative_branches": 0}
+        least = {"branches": 1, "moves": 0, "alternatives": 0, "alternative_branches": 0, "finished": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"Effort needs {name} of at least {low}; found {getattr(self, name)!r}")

@@ -83,13 +83,17 @@ class Space:
         found = self._options.get((role, size))
         if found is None:
             every = (one for one in self.every_option(role, size) if self.problem.takes(one))
-            found = self._options[role, size] = undominated(tuple(every), lambda one: (*one.costs, burden(one), splitting(one)),
+            found = self._options[role, size] = undominated(tuple(every), self.costs,
                                                             with_layout=self.layout_counts[role])  # fmt: skip
             calls = zip(*(option.seconds for option in found), strict=True)
             self._least[role][size] = tuple(map(min, calls)) if found else (INFINITE,) * len(self.roles[role].calls)
             self._upto[role].clear()
             self.made += 1
         return found
+
+    def costs(self, option: Option) -> tuple[float, ...]:
+        """By which an option is compared with others."""
+        return (*option.costs, burden(option), splitting(option))
 
     def every_option(self, role: int, size: int) -> tuple[Option, ...]:
         """Also those that others beat."""
