@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 import flowrl as fr
+from examples.flows.grpo import grpo
 from examples.flows.ppo import ppo
 from flowrl.cost.offload import Offload
 from flowrl.graph.schedule import Async
@@ -130,3 +132,34 @@ def test_nothing_is_finished_where_nothing_may_be_faster():
 
     assert finished(problem, known.seconds / 2, 0.0, never) is None
     assert finished(replace(problem, effort=Effort(finished=0)), known.seconds * 2, 0.0, never) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_more_of_anything_is_not_worse_than_the_tie(seed):
+    """Finished plans, of clusters so small that state is parked on many."""
+    rng = random.Random(seed)
+    compared = 0
+    while compared < 8:
+        flow, size = rng.choice([ppo, grpo]), rng.choice(["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", SEVEN])
+        models = {node.name: size for node in flow.graph().inputs if node["kind"] == "weights"}
+        work = fr.Workload(
+            rng.choice([3, 16, 64]), fr.Lengths.fixed(rng.choice([32, 512])), fr.Lengths.lognormal(256, 0.9, cap=512)
+        )
+        base = fr.Cluster.named(rng.choice(["8xA100-40G", "8xH100-80G", "8xRTX4090"]))
+        had = [rng.choice([1, 1, 2]), rng.randint(1, 6), rng.choice([64, 128, 256, 512]), rng.choice([16, 24, 32, 48])]
+        at = rng.randrange(4)
+        has = [*had[:at], had[at] + 1 if at < 2 else had[at] * 5 // 4, *had[at + 1 :]]
+        found: list[float] = []
+        for count, per_node, host, memory in (had, has):
+            host_of = replace(base.host, memory_bytes=host * GIB)
+            one = replace(base, nodes=count, devices_per_node=per_node, host=host_of).with_memory(
+                device_bytes=memory * GIB
+            )
+            try:
+                found.append(fr.plan(flow, models=models, cluster=one, workload=work).seconds)
+            except fr.PlanError:
+                found.append(float("inf"))
+        if found[0] < float("inf"):
+            compared += 1
+            assert found[1] <= found[0] * 1.02 + 1e-9, f"{flow.name}, {size}: {had} -> {has}"
