@@ -169,6 +169,12 @@ class Forward:
         entropy = torch.cat([e for _, e in parts if e is not None]) if with_entropy else None
         return torch.cat([p for p, _ in parts]), entropy
 
+    def top(self, hidden: Tensor, temperature: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+        """([T, k] ids, [T, k] log-probabilities), likeliest first, of as many tokens as a slice has."""
+        logits = self.logits(hidden, temperature)
+        top = logits.topk(k, -1)
+        return top.indices, top.values - logits.logsumexp(-1, keepdim=True)
+
     def slices(self, num_tokens: int) -> list[tuple[int, slice]]:
         """(start, slice) of runs of tokens whose logits are not too large together."""
         size = max(1, SLICE_ELEMENTS // self.vocab_size)

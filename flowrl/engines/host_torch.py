@@ -316,9 +316,7 @@ class TorchHost:
         scale = temperature_of(rows.temperature[batch.rows], row_T)
         found = []
         for start, cut in self.forward.slices(len(hidden)):
-            logits = self.forward.logits(hidden[cut], None if scale is None else scale[cut])
-            top = logits.topk(k, -1)
-            found.append((start, top.indices, top.values - logits.logsumexp(-1, keepdim=True)))
+            found.append((start, *self.forward.top(hidden[cut], None if scale is None else scale[cut], k)))
         return found
 
     def _values(self, batch: Batch, rows: TokenRows) -> Tensor:

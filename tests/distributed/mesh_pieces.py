@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flowrl.engines import forward as forward_module
 from flowrl.engines.forward import Forward
+from flowrl.engines.mesh import vocabulary
 from flowrl.engines.mesh.host import MeshHost, open_on_mesh
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.protocol import TokenRows
@@ -53,9 +54,9 @@ class Meter:
         if mine.untyped_storage()._cdata not in seen:
             self._held.append(mine)
             self.num_bytes += mine.untyped_storage().nbytes()
-        hidden = self._host.module.config.hidden_size
-        if mine.is_floating_point() and mine.shape[-1:] == (VOCAB,) and mine.shape != (hidden, VOCAB):
-            self.logit_rows = max(self.logit_rows, mine.numel() // VOCAB)
+        hidden, width = self._host.module.config.hidden_size, VOCAB // self._host.mesh.layout.tp
+        if mine.is_floating_point() and mine.shape[-1:] == (width,) and mine.shape != (hidden, width):
+            self.logit_rows = max(self.logit_rows, mine.numel() // width)
         return tensor
 
     def _gathered(self) -> set[int]:
@@ -84,14 +85,18 @@ def kept(mesh: RankMesh, folder: Path) -> Any:
 
 
 def logits(mesh: RankMesh, folder: Path) -> Any:
-    """Rows of the largest tensor of logits that is kept, and that is made, all at once and in slices."""
+    """Rows of the largest tensor of logits that is kept, and that is made, all at once and in slices: of a rank's words."""
     found = {}
     made: list[int] = []
-    whole = Forward.logits
+    whole, sums_of_part = Forward.logits, vocabulary.sums_of_part
 
     def noted(self: Forward, hidden: Tensor, temperature: Tensor | None) -> Tensor:
         made.append(len(hidden))
         return whole(self, hidden, temperature)
+
+    def noted_part(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        made.append(len(logits))
+        return sums_of_part(logits, *args, **options)
 
     for size in (2**26, SLICE * VOCAB):
         host = opened("logits", mesh, DEEP)
@@ -100,6 +105,7 @@ def logits(mesh: RankMesh, folder: Path) -> Any:
         with (
             mock.patch.object(forward_module, "SLICE_ELEMENTS", size),
             mock.patch.object(Forward, "logits", noted),
+            mock.patch.object(vocabulary, "sums_of_part", noted_part),
             meter.running(),
         ):
             report = metrics_of(host.update(job_of(DEEP, 0)))

@@ -7,6 +7,7 @@
     ranks       a layout as process groups; parts of tensors
     styles      how one module is computed by a tensor-parallel group
     plans       what tensor parallelism cuts, family by family
+    vocabulary  log-probabilities from a head that is cut by tokens
     sources     weights in memory or in files, one tensor at a time
     sharding    a module cut for its ranks, under one root
     weights     its parameters by name

@@ -29,6 +29,7 @@ from flowrl.engines.mesh.sharding import Precision, shard
 from flowrl.engines.mesh.shares import nothing, shared_blocks
 from flowrl.engines.mesh.sources import Safetensors, Source, empty_module, missing, safetensors_files
 from flowrl.engines.mesh.trainer import MeshTrainer
+from flowrl.engines.mesh.vocabulary import VocabularyForward
 from flowrl.engines.mesh.weights import MeshWeights
 from flowrl.engines.packing import Batch
 from flowrl.engines.protocol import Host, Sampled, SampleRequest, SamplingOptions, TokenRows
@@ -111,7 +112,11 @@ class MeshHost(TorchHost):
     def _make_forward(self) -> Forward:
         what = f"the first forward passes of model '{self.name}'"
         with self.mesh.guard.waiting(what), torch.no_grad():
-            forward = self.sharded.call(super()._make_forward)
+            forward = self.sharded.call(
+                lambda: VocabularyForward(
+                    self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size
+                )
+            )
         self.sharded.release()
         # probes compare floats: ranks must not decide differently
         found = self.mesh.exchange((forward.split, forward.shares_prompts, forward.packs), what)

@@ -6,8 +6,8 @@
     everything else    whole on every rank of the group
 
 A layer of a family is a few names in a table. Between blocks hidden states are cut by tokens (`flowrl.engines.mesh.sequence`);
-those of GPT-2, and whatever comes before the first and after the last layer, are whole on every rank. The logits are gathered, in
-the slices of `Forward`, so that losses see whole rows of the vocabulary.
+those of GPT-2, and whatever comes before the first and after the last layer, are whole on every rank. Logits are gathered only
+for what needs whole rows of the vocabulary: not for log-probabilities and entropies (`flowrl.engines.mesh.vocabulary`).
 """
 
 from __future__ import annotations
