@@ -145,6 +145,8 @@ def edges(mesh: RankMesh, folder: Path) -> Any:
         picked = both[index]
         assert picked is not None
         found[name] = torch.autograd.grad(picked.sum(), hidden)[0]
+    again, _ = stats_of_part(part, hidden, targets, temperature, slices(TOKENS), with_entropy=False)
+    found["twice"] = [torch.autograd.grad(again.sum(), hidden, retain_graph=True)[0] for _ in range(2)]
     frozen = HeadPart(part.weight.detach(), None, part.group, case.vocab_size)
     of_frozen, _ = stats_of_part(frozen, hidden, targets, temperature, slices(5), with_entropy=False)
     found["frozen"] = torch.autograd.grad(of_frozen.sum(), hidden)[0]
