@@ -121,6 +121,9 @@ class Model:
     """Where training state lies: `none` (the device), `park` (host memory, except while an update runs), `sopt` (master weights
     and moments in host memory, through the device bucket by bucket in each optimizer step) or `opt` (there too, and the CPU
     computes the step, with its own rounding)."""
+    compile: bool | str = False
+    """Compile the layers with torch.compile, for scoring and training: True, or the name of a backend (`"inductor"`, which True
+    means, `"aot_eager"`, ...). Sampling is not compiled. A prompt then runs once for each of its responses."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -131,6 +134,12 @@ class Model:
         ):
             if value not in known:
                 raise ConfigError(_one_of(f"Model {name}", value, known))
+        compiles: object = self.compile
+        if not isinstance(compiles, bool | str) or compiles == "":
+            raise ConfigError(
+                "Model needs True, False or the name of a torch.compile backend (as 'inductor') for compile; found "
+                f"{compiles!r}"
+            )
         optimizer: object = self.optimizer
         if not isinstance(optimizer, AdamW):
             raise ConfigError(f"Model needs fr.AdamW(...) as optimizer; found {optimizer!r}")

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flowrl.cost.offload import Offload
 from flowrl.engines import saved
+from flowrl.engines.compiled import compile_layers, uncompiled
 from flowrl.engines.forward import Forward
 from flowrl.engines.loading import Loaded, load
-from flowrl.engines.modules import context_length, embedding_rows
+from flowrl.engines.modules import context_length, embedding_rows, repeated_layers
 from flowrl.engines.offload.home import Home
 from flowrl.engines.offload.store import OptimizerStore, open_store
 from flowrl.engines.packing import Batch, Sequences, make_batch, prompt_units, split_by_tokens
@@ -102,6 +103,10 @@ class TorchHost:
             self.module.requires_grad_(False)
         self.weights = self._make_weights()
         self.forward = self._make_forward()
+        if model.compile:
+            # after the first passes above, which need no compiler
+            compile_layers(name, model, self._layers(), self.forward.device)
+            self.forward.shares_prompts = False
         self.num_ids = embedding_rows(name, self.module)
         self._checkpointed: list[torch.nn.Module] = []
         self.trainer: Trainer | None = None
@@ -133,6 +138,9 @@ class TorchHost:
 
     def _make_forward(self) -> Forward:
         return Forward(self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size)
+
+    def _layers(self) -> Sequence[torch.nn.Module]:
+        return [layer for _, layer in repeated_layers(self.module)]
 
     def _moments(self) -> Iterator[Tensor]:
         return iter(()) if self.trainer is None else self.trainer.store.tensors()
@@ -206,7 +214,8 @@ class TorchHost:
         if self._sampler is None:
             self._sampler = self._open_sampler()
         self.publish()
-        return self._sampler.generate(requests, options)
+        with uncompiled(self.spec):
+            return self._sampler.generate(requests, options)
 
     def publish(self) -> int:
         """Bring the newest weights to the sampler; bytes copied, 0 where it has them or shares the module."""

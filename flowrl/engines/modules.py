@@ -27,6 +27,22 @@ def embedding_rows(name: str, module: nn.Module) -> int:
     raise EngineError(f"model '{name}': {type(module).__name__} needs get_input_embeddings() or config.vocab_size")
 
 
+def repeated_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(path, layer) of the repeated layers: those that the architecture says must not be split, else the longest list."""
+    kinds = {kind for part in module.modules() for kind in (getattr(part, "_no_split_modules", None) or ())}
+    found = [(path, part) for path, part in module.named_modules() if type(part).__name__ in kinds]
+    if not found:
+        lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+        if lists:
+            path, longest = max(lists, key=lambda pair: len(pair[1]))
+            found = [(f"{path}.{index}", layer) for index, layer in enumerate(longest)]
+    return [
+        (path, part)
+        for path, part in found
+        if not any(path.startswith(f"{other}.") for other, _ in found if other != path)
+    ]
+
+
 def output_layer(module: nn.Module) -> nn.Module | None:
     """The layer that makes logits of hidden states, if the module says which it is."""
     ask: Any = getattr(module, "get_output_embeddings", None)

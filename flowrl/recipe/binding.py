@@ -15,14 +15,15 @@ from flowrl.recipe.settings import Names, Settings
 from flowrl.recipe.targets import find
 from flowrl.schema.files import is_there, quoted
 
-NEEDS_USE = {
-    "optimizer": ("update", "trains"),
-    "micro_batch_tokens": ("update", "trains"),
-    "gradient_checkpointing": ("update", "trains"),
-    "sampler": ("generate", "samples from"),
-    "sampler_options": ("generate", "samples from"),
+NEEDS_USE: dict[str, tuple[set[str], str]] = {
+    "optimizer": ({"update"}, "trains"),
+    "micro_batch_tokens": ({"update"}, "trains"),
+    "gradient_checkpointing": ({"update"}, "trains"),
+    "compile": ({"logprobs", "top_logprobs", "values", "score", "update"}, "trains or scores with"),
+    "sampler": ({"generate"}, "samples from"),
+    "sampler_options": ({"generate"}, "samples from"),
 }
-"""Field of Model to the use without which nothing reads it, and that use in words."""
+"""Field of Model to the uses without which nothing reads it, and these uses in words."""
 
 
 def names_of(flow: Flow | Graph) -> Names:
@@ -102,8 +103,8 @@ def _unread_input(graph: Graph, node: Node | None, optimised: Graph, top: str, w
 def _unread_fields(name: str, settings: Settings, uses: frozenset[str]) -> list[str]:
     found = []
     for key in settings.models[name]:
-        use, words = NEEDS_USE.get(key, ("", ""))
-        if use and use not in uses:
+        needs, words = NEEDS_USE.get(key, (set(), ""))
+        if needs and not needs & uses:
             at = (
                 settings.where("models", name, key) if key == "optimizer" else f"{settings.where('models', name)} {key}"
             )

@@ -351,6 +351,7 @@ def _model(model: Model) -> dict[str, Any]:
     return {
         "source": source, "head": model.head, "precision": model.precision, "sampler": model.sampler,
         "optimizer": asdict(model.optimizer), "micro_batch_tokens": model.micro_batch_tokens,
+        "compile": model.compile,
     }  # fmt: skip
 
 

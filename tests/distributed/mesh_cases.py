@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -194,6 +194,36 @@ def model_of(case: Case) -> Model:
         sample_batch_tokens=2 * case.budget,
         **options,
     )
+
+
+class CountingBackend:
+    """A backend of torch.compile that changes nothing, and counts."""
+
+    name = "counted"
+    graphs = calls = 0
+    _one: ClassVar[CountingBackend | None] = None
+
+    @classmethod
+    def registered(cls) -> CountingBackend:
+        """The one of this process."""
+        if cls._one is None:
+            cls._one = cls()
+            torch._dynamo.register_backend(cls._one, name=cls.name)
+        return cls._one
+
+    def forget(self) -> None:
+        """Forget what was compiled, and counted."""
+        torch._dynamo.reset()
+        self.graphs = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def run(*inputs: Any) -> Any:
+            self.calls += 1
+            return graph(*inputs)
+
+        return run
 
 
 def uses_of(case: Case) -> frozenset[str]:

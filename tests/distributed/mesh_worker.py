@@ -38,6 +38,7 @@ from tests.distributed.mesh_cases import (
     BF16,
     CASES,
     Case,
+    CountingBackend,
     Letters,
     job_of,
     metrics_of,
@@ -113,12 +114,23 @@ def halves(mesh: RankMesh, folder: Path) -> Any:
 
 
 def compiled(mesh: RankMesh, folder: Path) -> Any:
-    """Layer by layer; a backend that compiles nothing still goes through all of torch.compile but the compiler."""
-    from torch._dynamo.utils import counters
+    """Layer by layer, with a backend that needs no compiler; how often compiled layers ran."""
+    counted = CountingBackend.registered()
+    found: dict[str, Any] = {}
+    for name in ("llama", "checkpointing") if mesh.layout.fsdp > 1 else ("llama",):
+        case = replace(CASES[name], model={**CASES[name].model, "compile": counted.name})
+        counted.forget()
+        made = train(opened(name, mesh, case), case, steps=3)
+        found[name] = {**made, "graphs": counted.graphs, "calls": counted.calls}
+    return found
 
-    host = opened("llama", mesh, compile_backend="eager")
-    host.update(job_of(CASES["llama"], 0))
-    return {"after": scored(host, CASES["llama"]), "graphs": counters["stats"]["unique_graphs"]}
+
+def compiled_adapters(mesh: RankMesh, folder: Path) -> Any:
+    counted = CountingBackend.registered()
+    counted.forget()
+    case = replace(ADAPTED, model={"compile": counted.name})
+    made = train(opened("adapted", mesh, case), case, steps=3)
+    return {**made, "calls": counted.calls}
 
 
 def not_finite(mesh: RankMesh, folder: Path) -> Any:
@@ -341,8 +353,8 @@ def errors(mesh: RankMesh, folder: Path) -> Any:
 EXTRAS: dict[str, Callable[[RankMesh, Path], Any]] = {
     function.__name__: function
     for function in (
-        bf16, compiled, adapters, halves, not_finite, learns_nothing, from_files, scoring, blended, checkpoint, resumed, errors,
-        offloads, parked,
+        bf16, compiled, compiled_adapters, adapters, halves, not_finite, learns_nothing, from_files, scoring, blended, checkpoint,
+        resumed, errors, offloads, parked,
     )
 }  # fmt: skip
 

@@ -339,15 +339,6 @@ def test_an_average_follows(two: list[dict[str, Any]]) -> None:
         assert any(np.abs(found["policy"][name] - begun[name].numpy()).max() > 1e-4 for name in begun)
 
 
-@pytest.mark.slow
-def test_layers_compile(tmp_path: Path) -> None:
-    host = TorchEngine().open("llama", model_of(CASES["llama"]), uses_of(CASES["llama"]), seed=0)
-    host.update(job_of(CASES["llama"], 0))
-    for rank in run(2, tmp_path, {"f2": ["compiled"]}):
-        assert rank["f2 compiled"]["graphs"] > 0
-        np.testing.assert_allclose(rank["f2 compiled"]["after"], scored(host, CASES["llama"]), atol=1e-5)
-
-
 def test_errors_say_what_to_do(two: list[dict[str, Any]]) -> None:
     for rank in two:
         sampler, opened, model, blend = rank["f2 errors"]

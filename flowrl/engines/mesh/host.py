@@ -37,9 +37,7 @@ from flowrl.errors import ConfigError, EngineError
 from flowrl.model import Model
 
 
-def open_on_mesh(
-    name: str, model: Model, uses: frozenset[str], mesh: RankMesh, *, seed: int, compile_backend: str | None = None
-) -> MeshHost:
+def open_on_mesh(name: str, model: Model, uses: frozenset[str], mesh: RankMesh, *, seed: int) -> MeshHost:
     """Load a model and cut it for the ranks of a mesh. Every rank of the mesh calls this.
 
     A language model in safetensors files is read layer by layer. Any other source is built whole on the host of each rank, and
@@ -53,7 +51,7 @@ def open_on_mesh(
     loaded, source = _on_host(name, model, uses, seed)
     try:
         refuse_untrained(name, model, loaded, uses)
-        return MeshHost(name, model, loaded, uses, mesh, source=source, compile_backend=compile_backend)
+        return MeshHost(name, model, loaded, uses, mesh, source=source)
     finally:
         if source is not None:
             source.close()
@@ -90,7 +88,6 @@ class MeshHost(TorchHost):
         mesh: RankMesh,
         *,
         source: Source | None = None,
-        compile_backend: str | None = None,
     ) -> None:
         self.mesh = mesh
         wanted, trains = PRECISIONS[model.precision], "update" in uses
@@ -99,9 +96,7 @@ class MeshHost(TorchHost):
             precision = Precision(torch.float32, frozen=wanted, compute=None if wanted == torch.float32 else wanted)
         else:
             precision = Precision(wanted)
-        self.sharded = shard(
-            name, loaded.module, mesh, source=source, precision=precision, compile_backend=compile_backend
-        )
+        self.sharded = shard(name, loaded.module, mesh, source=source, precision=precision)
         super().__init__(name, model, loaded, uses)
         if self._sampler is not None:
             self.sharded.keep_gathered()  # else each token would gather every layer anew
@@ -126,6 +121,9 @@ class MeshHost(TorchHost):
         forward.packs = all(packs for _, _, packs in found)
         self.passes = Passes(forward)
         return forward
+
+    def _layers(self) -> Sequence[torch.nn.Module]:
+        return self.sharded.layers
 
     def _make_trainer(self) -> MeshTrainer:
         return MeshTrainer(

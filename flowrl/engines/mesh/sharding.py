@@ -30,7 +30,7 @@ from flowrl.engines.mesh.plans import cut_layer, cut_rest, cut_vocabulary, famil
 from flowrl.engines.mesh.ranks import RankMesh
 from flowrl.engines.mesh.sequence import cut_sequence
 from flowrl.engines.mesh.sources import Source, StateDict, materialise
-from flowrl.engines.modules import output_layer
+from flowrl.engines.modules import output_layer, repeated_layers
 from flowrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -103,7 +103,6 @@ def shard(
     *,
     source: Source | None = None,
     precision: Precision | None = None,
-    compile_backend: str | None = None,
 ) -> Sharded:
     """Cut a module in place. Nothing is sent between ranks: each reads what it needs.
 
@@ -111,7 +110,6 @@ def shard(
         name: of the model, in errors.
         module: on the host, with values; or with parameters on the meta device, whose values `source` has.
         source: tensors by the names of the module's state dict; those it lacks come from the module.
-        compile_backend: of torch.compile, for each layer by itself; None compiles nothing.
 
     Errors: ConfigError for a family that tp does not know or heads that it does not divide; EngineError for missing values.
     """
@@ -129,8 +127,6 @@ def shard(
         materialise(layer, f"{path}.", source, mesh.device, precision.stored, precision.frozen)
         if family is not None:
             cut_layer(layer, family, mesh.tp_axis)
-        if compile_backend is not None:
-            layer.compile(backend=compile_backend, dynamic=True)  # rows have all lengths
         fully_shard(layer, **options)
     materialise(module, "", source, mesh.device, precision.stored, precision.frozen)
     if family is not None:
@@ -154,28 +150,14 @@ def shard(
 
 
 def find_layers(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(path, layer) of the repeated layers: those that the architecture says must not be split, else the longest list.
-
-    Errors: ConfigError when there are none.
-    """
-    kinds = {kind for part in module.modules() for kind in (getattr(part, "_no_split_modules", None) or ())}
-    found = [(path, part) for path, part in module.named_modules() if type(part).__name__ in kinds]
+    """`repeated_layers`. Errors: ConfigError when there are none."""
+    found = repeated_layers(module)
     if not found:
-        lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
-        if lists:
-            path, longest = max(lists, key=lambda pair: len(pair[1]))
-            found = [(f"{path}.{index}", layer) for index, layer in enumerate(longest)]
-    outermost = [
-        (path, part)
-        for path, part in found
-        if not any(path.startswith(f"{other}.") for other, _ in found if other != path)
-    ]
-    if not outermost:
         raise ConfigError(
             f"model '{name}': a {type(module).__name__} has no list of layers that could be gathered one by one; give a "
             "Transformers-like module (layers in an nn.ModuleList), or run it on one device"
         )
-    return outermost
+    return found
 
 
 def _lone_embedding(module: nn.Module) -> nn.Module | None:
