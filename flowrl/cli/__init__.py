@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from flowrl import __version__
 from flowrl.errors import ConfigError, FlowError
 from flowrl.schema.columns import nearest
+from flowrl.schema.escaped import escaped
 
 if TYPE_CHECKING:
     from flowrl.cli.parser import Parser
@@ -81,4 +82,4 @@ def _say(arguments: list[str], message: str) -> None:
     sys.stdout.flush()
     if "--traceback" in arguments:
         traceback.print_exc()
-    print(message, file=sys.stderr)
+    print(escaped(message, keep="\n\t"), file=sys.stderr)

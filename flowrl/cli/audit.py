@@ -13,6 +13,7 @@ from flowrl.errors import ConfigError
 from flowrl.planner.audit import audit_layout
 from flowrl.planner.shapes import shape_of
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import shown
 
 MOST_DEVICES = 4096
 """Of a layout: every device is looked at, and more take minutes."""
@@ -21,10 +22,17 @@ OPTIMIZERS = {one.name: one for one in (ADAM_FP32, ADAM_MASTER, ADAM_BF16, ADAM_
 
 def audit(args: argparse.Namespace) -> int:
     """Print the table and what was found. Exits with 1 when there are problems."""
+    for option in ("--model", "--lora"):
+        given = [one for one in args.arguments if one == option or one.startswith(f"{option}=")]
+        if len(given) > 1:
+            raise ConfigError(f"{option} is given {len(given)} times, and an audit is of one; give it once")
     shape = shape_of(args.model, args.model)
     if args.head != "lm":
         shape = shape.with_head(args.head)
     if args.lora is not None:
+        if args.lora < 1:
+            raise ConfigError(f"--lora takes the rank of adapters, at least 1; found {shown(args.lora)}")
+        shape.check_rank(args.lora)
         shape = shape.with_lora(args.lora)
     if args.optimizer not in OPTIMIZERS:
         raise ConfigError(f"there is no optimizer '{args.optimizer}'; {nearest(args.optimizer, OPTIMIZERS)}")

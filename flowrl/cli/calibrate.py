@@ -7,8 +7,9 @@ from pathlib import Path
 
 from flowrl.cli import OK, PROBLEMS
 from flowrl.cost.text import aligned, size_text
+from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster
-from flowrl.schema.files import check_writable
+from flowrl.schema.files import check_writable, plain
 
 ENGINE = "flowrl.engines.calibrate"
 """Loaded by name: it imports torch."""
@@ -17,7 +18,13 @@ SHARED = " (half of the host's memory, shared by its processes: give what they m
 
 def calibrate(out: Path, *, devices: int | None, quick: bool) -> int:
     """Measure, write `out`, print a summary. Something that could not be measured is a problem."""
-    check_writable(out, "--out")
+    if out.name:
+        check_writable(out, "--out")
+    if out.suffix != ".toml":
+        other = f"{plain(out)}; name it {plain(out.with_suffix('.toml'))}" if out.name else "''"
+        raise ConfigError(f"--out: a cluster is written as TOML, and read by a name that ends in .toml; found {other}")
+    if devices is not None and devices < 1:
+        raise ConfigError(f"--devices is how many GPUs are measured, at least 1; found {devices}")
     cluster: Cluster = importlib.import_module(ENGINE).calibrate(devices=devices, quick=quick)
     cluster.to_toml(out)
     print(summary(cluster))

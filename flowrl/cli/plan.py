@@ -49,6 +49,7 @@ from flowrl.planner.workload_text import Parts, parse_lengths, read_parts
 from flowrl.recipe import Recipe, Settings, load, read_settings, settings_of_arguments
 from flowrl.recipe.typed import WrongType, convert
 from flowrl.schema.columns import nearest
+from flowrl.schema.escaped import escaped
 from flowrl.schema.fields import MOST_DIGITS, shown
 from flowrl.schema.files import MOST_NAME, check_writable, is_file, is_folder, quoted
 
@@ -146,10 +147,21 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         raise ConfigError(
             f"--model takes models one by one, with spaces between them: --model {_JOINED.sub(' ', joined)}"
         )
+    for option, items in (("--model", args.model), ("--config", args.config), ("--lora", args.lora)):
+        _refuse_repeated(option, items)
     recipe = load(args.target)
     base = Settings() if args.settings is None else read_settings(args.settings, recipe.names)
     said = settings_of_arguments(recipe.names, config=args.config, models=args.model)
     return recipe.configured(said.over(base))
+
+
+def _refuse_repeated(option: str, items: list[str]) -> None:
+    """Raise `ConfigError` for a name that is given twice: nobody could tell which of the two was meant."""
+    names = [item.partition("=")[0].strip() for item in items]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        given = ", ".join(item for item, name in zip(items, names, strict=True) if name == twice)
+        raise ConfigError(f"{option} names '{twice}' more than once: {given}; give it once")
 
 
 def _models(recipe: Recipe) -> dict[str, Any]:
@@ -249,6 +261,9 @@ def _with_lora(problem: Problem, said: list[str]) -> Problem:
             raise ConfigError(f"--lora takes MODEL=RANK, such as policy=16; found {shown(item)}")
         if name not in trained:
             raise ConfigError(f"--lora {name}: the flow trains no such model; {nearest(name, trained)}")
+        for role in problem.roles:
+            if role.model == name:
+                role.shape.check_rank(int(rank))
         ranks[name] = int(rank)
     roles = tuple(
         replace(role, shape=role.shape.with_lora(ranks[role.model]))
@@ -273,7 +288,7 @@ def report(made: Plan, found: Found) -> str:
     lines += ["", str(made)]
     lines += ["", "memory of each step on its fullest device (predicted):", *_indented(phase_table(phases(made)))]
     lines += ["", "other plans, and why each lost (predicted):", *_indented(alternative_lines(made))]
-    return "\n".join(lines)
+    return escaped("\n".join(lines), keep="\n")
 
 
 def _verdict(made: Plan, figures: Summary) -> str:
@@ -373,11 +388,11 @@ def refusal_report(problem: Problem, refusal: Refusal) -> str:
     tried = "; ".join(refusal.in_vain)
     if not refusal.relaxations:
         lines.append("nothing that was tried would fit: use smaller models, or many more devices")
-        return "\n".join([*lines, *([f"tried: {tried}"] if tried else [])])
+        return escaped("\n".join([*lines, *([f"tried: {tried}"] if tried else [])]), keep="\n")
     rows = [("change", "per iteration", "")]
     rows += [(one.what, time_text(one.seconds), _price(one)) for one in refusal.relaxations]
     lines += ["", "would fit (each was planned; seconds are predicted):", *_indented(aligned(rows, "lrl"))]
-    return "\n".join([*lines, *([f"not enough alone: {tried}"] if tried else [])])
+    return escaped("\n".join([*lines, *([f"not enough alone: {tried}"] if tried else [])]), keep="\n")
 
 
 def _price(one: Relaxation) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowrl.cost.text import aligned, size_text
+from flowrl.schema.escaped import escaped
 
 FULL, HALF = "float32", "bfloat16"
 ITEM_BYTES = {FULL: 4, HALF: 2}
@@ -157,7 +158,7 @@ class Audit:
             f"sharding audit: {self.title}\n{said}: {size_text(self.device_bytes)} of weights, gradients and optimizer state "
             f"on a device{host}"
         )
-        return "\n".join([head, "", *self._table(), "", *self._said()])
+        return escaped("\n".join([head, "", *self._table(), "", *self._said()]), keep="\n")
 
     def _table(self) -> list[str]:
         columns: tuple[tuple[str, Callable[[Part], int]], ...] = (

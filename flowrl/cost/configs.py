@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.cost.shapes import MOST, Experts, LatentAttention, ModelShape
 from flowrl.errors import ConfigError
 from flowrl.schema.columns import nearest
-from flowrl.schema.fields import is_int, shown
+from flowrl.schema.fields import is_int, is_number, shown
 
 Fields = dict[str, Any]
 """Arguments of a `ModelShape`."""
@@ -30,6 +30,9 @@ FOUR_NORMS = (
 
 TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "smollm3", "starcoder2"}
 """Architectures whose head is the embedding unless the config says otherwise."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers that a config may name."""
 
 LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
@@ -49,7 +52,8 @@ LEFT_OUT: Mapping[str, Mapping[str, int]] = {
 
 VARIANT = re.compile(r"-(?:instruct|chat|it|base|pt|hf)(?=-|$)")
 """What names of models trained further from one another add, in lower case. Of all models known here, the variants that are
-published under such names have the same shape; a release with a number of its own (`-Instruct-2507`, `-v0.2`) is another name."""
+published under such names have the same shape, but for `context`, which is that of the model they come from; a release with a
+number of its own (`-Instruct-2507`, `-v0.2`) is another name."""
 
 
 class _Config:
@@ -106,7 +110,9 @@ def shape_of_config(source: Mapping[str, Any] | object) -> ModelShape:
             f"no shapes for model_type {config.kind!r}; known are {', '.join(sorted(FAMILIES))}{hint}. "
             "A ModelShape can be written by hand"
         )
+    _check_layer_types(config)
     fields = _gpt2(config) if config.kind == "gpt2" else _common(config)
+    fields["context"] = fields.get("positions") or _context(config)
     fields |= FAMILIES[config.kind](config)
     return ModelShape(**fields)
 
@@ -169,6 +175,31 @@ def _common(config: _Config) -> Fields:
     }
 
 
+def _context(config: _Config) -> int:
+    """Tokens of the longest sequence; 0 where the config does not say. Positions may be stretched beyond those of training."""
+    said = config.whole("max_position_embeddings", 0, least=0)
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return said
+    factor, before = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if factor is None or before is None or not is_number(factor) or not is_int(before):
+        return said
+    return max(said, int(factor * before))
+
+
+def _check_layer_types(config: _Config) -> None:
+    """Raise `ConfigError` for kinds of layers whose modules and costs are not known here: they would be counted as others."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list | tuple):
+        raise ConfigError(f"the config's layer_types is a list with the kind of each layer; found {shown(kinds)}")
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in LAYER_TYPES]
+    if unknown:
+        named = ", ".join([*dict.fromkeys(map(shown, unknown))][:8])
+        raise ConfigError(f"the config's layer_types are {' and '.join(LAYER_TYPES)}; found {named}")
+
+
 def _gpt2(config: _Config) -> Fields:
     hidden, heads = config.need("n_embd", "hidden_size"), config.need("n_head", "num_attention_heads")
     return {
@@ -214,7 +245,10 @@ def _qwen2(config: _Config) -> Fields:
     if config.flag("use_sliding_window", False) and config.get("sliding_window") is not None:
         layers = config.need("num_hidden_layers")
         first = config.whole("max_window_layers", 28, least=0)
-        fields |= {"window": config.need("sliding_window"), "windowed_layers": tuple(range(first, layers))}
+        kinds = config.get("layer_types") or [
+            "sliding_attention" if one >= first else "full_attention" for one in range(layers)
+        ]
+        fields |= {"window": config.need("sliding_window"), "windowed_layers": _windowed(kinds, layers)}
     return fields
 
 
@@ -224,14 +258,18 @@ def _qwen3(config: _Config) -> Fields:
 
 def _alternating(config: _Config, every: int) -> Fields:
     """Every `every`-th layer sees everything, the others a window."""
-    layers = range(config.need("num_hidden_layers"))
+    layers = config.need("num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in layers]
-    elif not isinstance(kinds, list | tuple) or len(kinds) != len(layers):
-        raise ConfigError(f"the config's layer_types names each of the {len(layers)} layers; found {shown(kinds)}")
-    windowed = tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == "sliding_attention")
-    return {"window": config.need("sliding_window"), "windowed_layers": windowed}
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    return {"window": config.need("sliding_window"), "windowed_layers": _windowed(kinds, layers)}
+
+
+def _windowed(kinds: Sequence[str], layers: int) -> tuple[int, ...]:
+    """Layers that look back through a window."""
+    if len(kinds) != layers:
+        raise ConfigError(f"the config's layer_types names each of the {layers} layers; found {shown(kinds)}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def _gemma(config: _Config) -> Fields:

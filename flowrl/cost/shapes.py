@@ -205,6 +205,9 @@ class ModelShape:
     window: int | None = None
     """Tokens a layer of `windowed_layers` looks back."""
     windowed_layers: tuple[int, ...] = ()
+    context: int = 0
+    """Tokens of the longest sequence that the model was made for (`max_position_embeddings`); 0: not known. Nothing is counted
+    with it; plans say where sequences are longer."""
     head: str = "lm"
     """`lm`, or one number per token: `value`, `reward`."""
     lora: LoRA | None = None
@@ -216,6 +219,10 @@ class ModelShape:
                 raise ConfigError(f"a model shape needs {name} from 1 to {MOST[name]:,}; found {getattr(self, name)!r}")
         if not 0 <= self.positions <= MOST["vocab"]:
             raise ConfigError(f"a model shape needs positions from 0 to {MOST['vocab']:,}; found {self.positions}")
+        if self.context < 0:
+            raise ConfigError(
+                f"a model shape needs context of at least 0 tokens, 0 where it is not known; found {self.context}"
+            )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"a window is at least 1 token, or None; found {self.window}")
         if self.windowed_layers and self.window is None:
@@ -251,6 +258,20 @@ class ModelShape:
         """The same with adapters. `targets` left out: on all matrices of attention and feed-forward blocks that the model has; a
         mixture's experts are no matrices (a layer's are one tensor of three axes) and get none."""
         return replace(self, lora=LoRA(rank, _usual_targets(self) if targets is None else targets))
+
+    def check_rank(self, rank: int) -> None:
+        """Raise `ConfigError` for adapters of a rank above the smallest side of the matrices they would be on: a product of that
+        rank has no more than the matrix itself."""
+        smallest = min(
+            (weight for weight in _weights(self) if weight.kind in USUAL_TARGETS and len(weight.shape) == 2),
+            key=lambda weight: min(weight.shape),
+            default=None,
+        )
+        if smallest is not None and rank > min(smallest.shape):
+            raise ConfigError(
+                f"LoRA of rank {rank:,} is above the smallest matrix that gets adapters, {smallest.name} of "
+                f"{' x '.join(map(str, smallest.shape))}; take a rank of at most {min(smallest.shape)}"
+            )
 
     # ------------------------------------------------------------------------------------------------------ tensors
 

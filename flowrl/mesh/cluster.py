@@ -15,7 +15,7 @@ from flowrl.mesh.layout import MOST_DEVICES
 from flowrl.mesh.links import Link, Measured
 from flowrl.mesh.meshes import Mesh, slices
 from flowrl.schema.columns import nearest
-from flowrl.schema.fields import MOST_DIGITS, check_keys, fits, hints_of, shown
+from flowrl.schema.fields import MOST_DIGITS, check_fields, check_keys, fits, hints_of, shown
 from flowrl.schema.files import read_toml, write_file
 
 _NAME = re.compile(r"(?:([0-9]+)x)?(.+)")
@@ -37,6 +37,8 @@ LEAST: Mapping[str, Mapping[str, tuple[float, str, str]]] = {
     },
 }
 """Figures below which another unit was meant: (limit, unit, how it is written). No machine that trains a model has less."""
+MOST_ALPHA_S = 1.0
+"""Start of a message. What is above was written in another unit."""
 _Made = TypeVar("_Made")
 
 
@@ -70,6 +72,7 @@ class Cluster:
     def __post_init__(self) -> None:
         require_positive(self, "nodes", "devices_per_node", "nvlink_bytes_s", "nic_bytes_s")
         require_positive(self, "alpha_s", zero=True)
+        check_fields(self, "device", "host", "efficiency", "measured", "overheads", "calibrated_at", "notes")
         for name in ("nodes", "devices_per_node"):
             if not isinstance(getattr(self, name), int):
                 raise ConfigError(f"Cluster needs a whole number for {name}; found {getattr(self, name)!r}")
@@ -134,13 +137,17 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------------ devices
 
     def check_units(self) -> Cluster:
-        """The cluster itself. Raises `ConfigError` for figures so small that they must be in another unit: `peak_flops = 165`."""
+        """The cluster itself. Raises `ConfigError` for figures that must be in another unit: `peak_flops = 165`."""
         for owner, least in LEAST.items():
             holder = self if owner == "cluster" else getattr(self, owner)
             for name, (limit, unit, example) in least.items():
                 value = getattr(holder, name)
                 if 0 < value < limit:
                     raise ConfigError(f"{owner}.{name} is in {unit}, and {value!r} is too little for that: {example}")
+        if self.alpha_s > MOST_ALPHA_S:
+            raise ConfigError(
+                f"cluster.alpha_s is in seconds, and {self.alpha_s!r} is too much for that: 8 us are 8e-6"
+            )
         return self
 
     @property

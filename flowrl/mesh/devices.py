@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flowrl.errors import ConfigError
-from flowrl.schema.fields import is_number, shown
+from flowrl.schema.fields import check_fields, is_number, shown
 
 GIB = 2**30
 LEAST_EFFICIENCY = 1e-6
@@ -24,6 +24,21 @@ def require_positive(owner: object, *names: str, zero: bool = False) -> None:
         if not is_number(value) or value < 0 or (value == 0 and not zero):
             least = "of at least 0" if zero else "above 0"
             raise ConfigError(f"{type(owner).__name__} needs a finite number {least} for {name}; found {shown(value)}")
+
+
+def _make_whole(owner: object, *names: str) -> None:
+    """Make a whole number of each field that is written as a float: 1.5e11. Files of clusters and plans take no others there.
+
+    Raises `ConfigError` for one with a fraction.
+    """
+    for name in names:
+        value: Any = getattr(owner, name)
+        if isinstance(value, float):
+            if not value.is_integer():
+                raise ConfigError(
+                    f"{type(owner).__name__} needs a whole number for {name}; found {shown(value)}: int({shown(value)})"
+                )
+            object.__setattr__(owner, name, int(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,8 @@ class Device:
 
     def __post_init__(self) -> None:
         require_positive(self, "memory_bytes", "peak_flops", "hbm_bytes_s")
+        _make_whole(self, "memory_bytes")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,8 @@ class Host:
     def __post_init__(self) -> None:
         require_positive(self, "memory_bytes", "pcie_bytes_s", "pcie_shared_by", "cpu_adam_params_s")
         require_positive(self, "nvme_bytes_s", zero=True)
+        _make_whole(self, "memory_bytes", "pcie_shared_by")
+        check_fields(self)
 
     @property
     def pcie_per_device_bytes_s(self) -> float:

@@ -9,9 +9,14 @@ from itertools import pairwise
 
 from flowrl.errors import ConfigError
 from flowrl.mesh.devices import require_positive
+from flowrl.mesh.layout import MOST_DEVICES
 from flowrl.schema.columns import nearest
 from flowrl.schema.fields import check_fields
 
+MOST_BYTES_S = 1e14
+"""Of a link: more than a hundred times what the fastest one has. What is above was written in another unit."""
+MOST_S = 86_400.0
+"""Of one message."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "p2p", "to_host", "to_device")
 
 
@@ -65,6 +70,11 @@ class Measured:
             raise ConfigError(
                 f"Measured '{self.operation}' needs ranks and nodes of at least 1; found {self.ranks}, {self.nodes}"
             )
+        if not self.nodes <= self.ranks <= MOST_DEVICES:
+            raise ConfigError(
+                f"Measured '{self.operation}' needs ranks from {self.nodes}, one on each of its nodes, to {MOST_DEVICES:,}; "
+                f"found {self.ranks}"
+            )
         if not self.sizes_bytes or len(self.sizes_bytes) != len(self.times_s):
             raise ConfigError(
                 f"Measured '{self.operation}' needs one time for each size and at least one; found "
@@ -74,6 +84,12 @@ class Measured:
             raise ConfigError(f"Measured '{self.operation}' needs rising sizes above 0; found {self.sizes_bytes}")
         if not all(math.isfinite(time) and time > 0 for time in self.times_s):
             raise ConfigError(f"Measured '{self.operation}' needs times above 0; found {self.times_s}")
+        for size, time in zip(self.sizes_bytes, self.times_s, strict=True):
+            if size > MOST_BYTES_S * time or time > MOST_S:
+                raise ConfigError(
+                    f"Measured '{self.operation}' has {size:g} bytes in {time:g} s, and no machine takes that: sizes are bytes, "
+                    f"times seconds, up to {MOST_BYTES_S:g} bytes/s and {MOST_S:g} s"
+                )
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds at a size. Between points: straight in log(size) and log(time). Below the first: its time. Above the last:

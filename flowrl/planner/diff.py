@@ -11,6 +11,7 @@ from flowrl.mesh import Mesh
 from flowrl.planner.codec import encode
 from flowrl.planner.figures import mesh_name
 from flowrl.planner.steps import Plan, Step
+from flowrl.schema.escaped import escaped
 
 NO_INPUTS = frozenset({"steps", "predicted", "searched", "meshes"})
 """Fields of a plan that are found by planning, not given to it."""
@@ -26,7 +27,7 @@ class Change:
     after: str | None
 
     def __str__(self) -> str:
-        return f"{self.what}: {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{escaped(self.what)}: {_shown(self.before)} -> {_shown(self.after)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,12 @@ class Figure:
         is_both = self.before is not None and self.after is not None
         # a change of what is shown as equal is none that anybody would notice: 0.02 ms and 0.03 ms are 0.0 ms
         has_change = is_both and self.before and here != there
-        return (self.what, here, there, change_text(self.after or 0.0, self.before or 0.0) if has_change else "")
+        return (
+            escaped(self.what),
+            here,
+            there,
+            change_text(self.after or 0.0, self.before or 0.0) if has_change else "",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,10 @@ class Difference:
             lines += ["inputs that differ:", *(f"  {one}" for one in self.inputs), ""]
         if self.removed or self.added or self.changed or self.is_reordered:
             lines.append("steps:")
-            lines += [f"  - {name}" for name in self.removed]
-            lines += [f"  + {name}" for name in self.added]
+            lines += [f"  - {escaped(name)}" for name in self.removed]
+            lines += [f"  + {escaped(name)}" for name in self.added]
             for one in self.changed:
-                lines.append(f"  ~ {one.step}")
+                lines.append(f"  ~ {escaped(one.step)}")
                 lines += [f"      {change}" for change in one.changes]
             if self.is_reordered:
                 lines.append("  the steps that both plans have stand in another order")
@@ -211,4 +217,5 @@ def _figures(first: Plan, second: Plan) -> Iterator[Figure]:
 def _shown(value: str | None) -> str:
     if not value:
         return "none"
-    return value if len(value) <= LONG else f"{value[: LONG - 3]}..."
+    text = escaped(value)
+    return text if len(text) <= LONG else f"{text[: LONG - 3]}..."

@@ -25,9 +25,7 @@ def engine_options(
     step, and there is more to send. Copies of the engine fill the mesh.
     """
     per_node = cluster.devices_per_node
-    # replicas stand in neighbouring devices of one node: over nodes the degree divides a node
-    degrees = [tp for tp in choices.tensor_parallel if (mesh.size if mesh.size <= per_node else per_node) % tp == 0]
-    degrees = [tp for tp in degrees if _splits(role, tp)]
+    degrees = engine_degrees(role, mesh.size, per_node, choices)
     pairs = [(tp, 1) for tp in degrees]
     most = max(degrees, default=mesh.size)
     staged = [one for one in choices.pipeline if 1 < one <= role.shape.layers and mesh.size % (most * one) == 0]
@@ -39,6 +37,13 @@ def engine_options(
     known: dict[tuple[object, ...], tuple[float, float]] = {}
     for tp, stages in pairs:
         yield from _of(role, cluster, mesh, workload, choices, tp, stages, known)
+
+
+def engine_degrees(role: Role, size: int, per_node: int, choices: Choices) -> list[int]:
+    """Degrees of tensor parallelism that an engine may have on so many devices, however much memory they have."""
+    # replicas stand in neighbouring devices of one node: over nodes the degree divides a node
+    inside = min(size, per_node)
+    return [tp for tp in choices.tensor_parallel if inside % tp == 0 and _splits(role, tp)]
 
 
 def _takes_all(role: Role, cluster: Cluster, mesh: Mesh, workload: Workload, choices: Choices, tp: int) -> bool:

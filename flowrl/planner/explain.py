@@ -13,6 +13,7 @@ from flowrl.cost.text import change_text, size_text, time_text
 from flowrl.graph.nodes import Graph
 from flowrl.mesh import Layout, Mesh
 from flowrl.mesh.placement import Group, Placement, Role as Placed
+from flowrl.planner.context import context_lines
 from flowrl.planner.figures import (
     UNSAID,
     Chosen,
@@ -37,6 +38,7 @@ from flowrl.planner.roles import Role
 from flowrl.planner.search import search
 from flowrl.planner.steps import Plan
 from flowrl.planner.train_options import micro_batches
+from flowrl.schema.escaped import escaped
 
 NO_OTHER = "there is no other"
 TELLING = frozenset({"layout", "offload", "recompute", "optimizer"})
@@ -140,6 +142,7 @@ class Explanation:
         lines += ["", "what binds (predicted):", *(f"  {line}" for line in binding_lines(self.summary, self.plan))]
         lines += [f"  idle: {line}" for line in (idle_line(self.plan),) if line]
         lines += [f"  warning: {line}" for line in (full_line(self.plan),) if line]
+        lines += [f"  warning: {line}" for line in context_lines(self.plan)]
         lines += [f"  tail: {line}" for line in tail_lines(self.plan)]
         lines += [f"  overlap: {line}" for line in (overlap_line(self.plan),) if line]
         lines += [f"  a tie: {line}" for line in (tie_line(self.plan),) if line]
@@ -152,7 +155,7 @@ class Explanation:
                 "other plans, and why each lost (predicted):",
                 *(f"  {line}" for line in alternative_lines(self.plan)),
             ]
-        return "\n".join(lines).lstrip("\n")
+        return escaped("\n".join(lines).lstrip("\n"), keep="\n")
 
 
 def _reason_lines(reasons: Sequence[Reason]) -> Iterator[str]:
@@ -272,11 +275,11 @@ class _Asking:
             return self._reason(role, "layout", str(layout), (), is_asked=True)
         mesh, keep = Mesh(0, layout.size), self.problem
         options = all_options(role, self.plan.cluster, mesh, keep.workload, keep.choices)
+        is_cut = not role.is_engine and any(option.layout.tp > 1 for option in options)
         if not role.is_engine and mesh.spans_nodes(self.plan.cluster.devices_per_node):
             options = likely(options)  # each is planned for: over nodes only those that may be as fast
         layouts = dict.fromkeys(option.layout for option in options if option.layout != layout.ordered("mod"))
         others = [self._best(self._fixed(role, one), str(one)) for one in layouts]
-        is_cut = not role.is_engine and layout.size > 1
         if_none = "cut by tensor parallelism too it would be no faster" if is_cut else NO_OTHER
         return self._reason(role, "layout", str(layout), others, if_none=if_none)
 

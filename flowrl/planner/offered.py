@@ -5,10 +5,12 @@ from __future__ import annotations
 from flowrl.cost.train import is_cut_in_training
 from flowrl.errors import ConfigError
 from flowrl.mesh import Cluster, Layout, Mesh, Placement
+from flowrl.planner.engine_options import engine_degrees
 from flowrl.planner.options import all_options
-from flowrl.planner.problem import Problem
+from flowrl.planner.problem import Problem, slice_sizes
 from flowrl.planner.roles import Role
 from flowrl.planner.space import PLENTY
+from flowrl.planner.train_options import layouts
 
 MOST = 12
 """Layouts that an error names."""
@@ -32,6 +34,34 @@ def check_placement(problem: Problem) -> None:
             refused = refused or error
     if refused is not None:
         raise refused
+
+
+def check_degrees(problem: Problem) -> None:
+    """Raise `ConfigError` where no degree that the choices offer cuts a role on any number of the cluster's devices: more memory
+    would not help, nor would any number of nodes."""
+    for role in problem.roles:
+        if problem.asked_layout(role.name) is not None:
+            continue
+        name = "tensor_parallel" if role.is_engine else "train_tensor_parallel"
+        offered = getattr(problem.choices, name)
+        if not any(_has_degree(part, role) for part in problem.parts):
+            cluster = problem.cluster
+            reasons = (_why_not(role, Layout(tp=tp), cluster) for tp in offered[:MOST])
+            why = "; ".join(dict.fromkeys(filter(None, reasons)))
+            raise ConfigError(
+                f"Choices({name}={offered}) leaves '{role.name}' no layout on nodes of {cluster.devices_per_node} devices"
+                f"{f': {why}' if why else ''}. Offer 1 as well"
+            )
+
+
+def _has_degree(problem: Problem, role: Role) -> bool:
+    per_node = problem.cluster.devices_per_node
+    for size in slice_sizes(problem.cluster):
+        if role.is_engine and engine_degrees(role, size, per_node, problem.choices):
+            return True
+        if not role.is_engine and layouts(role.shape, problem.cluster, Mesh(0, size), problem.choices, None):
+            return True
+    return False
 
 
 def _check_devices(problem: Problem, placement: Placement) -> None:

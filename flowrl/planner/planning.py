@@ -21,7 +21,7 @@ from flowrl.graph.schedule import Async, Schedule, Sync
 from flowrl.mesh import Cluster
 from flowrl.mesh.placement import Placement
 from flowrl.planner.chosen import plan_found
-from flowrl.planner.offered import check_placement
+from flowrl.planner.offered import check_degrees, check_placement
 from flowrl.planner.options import Choices
 from flowrl.planner.problem import TIE, Effort, Problem
 from flowrl.planner.relax import explain
@@ -38,6 +38,9 @@ __all__ = ["plan", "plan_found", "problem_of"]
 
 MOST_NODES = 256
 """Of a cluster for which a plan is made: a search for 125 takes about a minute."""
+
+MOST_PER_NODE = 128
+"""Devices of a node for which a plan is made; the largest that are sold have 72."""
 
 HEADS = {"values": "value", "score": "reward"}
 """Kind of a node to the head that its model needs."""
@@ -156,6 +159,11 @@ def problem_of(
             f"plans are made for clusters of up to {MOST_NODES} nodes, because the search takes longer with each node; found "
             f"{placed.nodes:,}. Plan for a part of the cluster"
         )
+    if placed.devices_per_node > MOST_PER_NODE:
+        raise ConfigError(
+            f"plans are made for nodes of up to {MOST_PER_NODE} devices, because each number of them is looked at; found "
+            f"{placed.devices_per_node:,}. Plan for a part of the cluster"
+        )
     problem = Problem.of(
         optimised,
         shapes,
@@ -168,6 +176,7 @@ def problem_of(
         effort=effort,
     )
     check_placement(problem)
+    check_degrees(problem)
     return problem, optimised
 
 

@@ -19,6 +19,7 @@ from flowrl.planner.orders import Shape
 from flowrl.planner.roles import Role, roles_of
 from flowrl.planner.waiting import Work
 from flowrl.planner.workload import Workload
+from flowrl.schema.fields import check_fields
 
 INFINITE = float("inf")
 LEAST_CHANGE = 5e-4
@@ -54,6 +55,7 @@ class Effort:
     """Plans that are finished because they may be faster once copies of parked state are hidden (`flowrl.planner.finish`)."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         least = {"branches": 1, "moves": 0, "alternatives": 0, "alternative_branches": 0, "finished": 0}
         for name, low in least.items():
             if getattr(self, name) < low:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowrl.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -50,6 +52,26 @@ class Searched:
     """Part of each device's memory that was to stay free."""
     of_per_node: int = 0
     """Devices of each node that there are, where the plan's cluster has fewer because it is faster so; else 0."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what no search finds."""
+        numbers = [
+            (name, getattr(self, name))
+            for name in ("bound_s", "placements", "simulated", "pruned", "unfit", "of_per_node")
+        ]
+        numbers += [
+            (f"{name} of the alternative '{one.placement}'", getattr(one, name))
+            for one in self.alternatives
+            for name in ("seconds", "device_bytes", "host_bytes")
+        ]
+        for name, value in numbers:
+            if value < 0:
+                raise ConfigError(f"the plan's searched.{name} is at least 0; found {value!r}")
+        for name in ("tie", "headroom"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"the plan's searched.{name} is a part, from 0 to below 1; found {getattr(self, name)!r}"
+                )
 
     def gap(self, seconds: float) -> float:
         """By how much a plan of `seconds` may be above the best there is, as a part of the bound."""

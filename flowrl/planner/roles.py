@@ -6,15 +6,17 @@ What samples from it is a role of its own (an engine holds weights in its own la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.graph.kinds import KINDS, gives_weights
 from flowrl.graph.nodes import Graph, Node
-from flowrl.planner.workload import Workload
+from flowrl.planner.workload import MOST_SEQUENCES, Workload
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import shown
 
 ENGINE = "gen"
 TOKENS = frozenset({"prompt_ids", "response_ids"})
@@ -76,6 +78,7 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
             raise ConfigError(f"flow '{graph.name}' has no model '{name}'; {nearest(name, used)}")
     reader = _Reader(graph, workload)
     calls = reader.calls()
+    _check_sequences(graph, calls, workload)
     sampled = [
         name for name in reader.models if any(c.work == "generate" for c in calls if reader.model[c.node] == name)
     ]
@@ -99,6 +102,23 @@ def roles_of(graph: Graph, models: Mapping[str, ModelShape], workload: Workload)
     if not roles:
         raise ConfigError(f"flow '{graph.name}' uses no model: there is nothing to place on devices")
     return tuple(sorted(roles, key=lambda role: not role.is_engine))
+
+
+def _check_sequences(graph: Graph, calls: Sequence[Call], workload: Workload) -> None:
+    """Raise `ConfigError` for more rows of one piece of work than lengths are drawn for.
+
+    A workload alone does not know how many there are: the size of a group may be the rollout's, and buffers give what they say.
+    """
+    for call in calls:
+        count = math.ceil(call.sequences / call.steps)
+        if count > MOST_SEQUENCES:
+            work = {"generate": "samples", "forward": "reads", "train": "trains on"}[call.work]
+            raise ConfigError(
+                f"'{call.node}' of flow '{graph.name}' {work} {shown(count)} responses of one iteration, and plans are made for "
+                f"up to {MOST_SEQUENCES:,}: each has a length of its own. Found {workload.prompts} prompts, group_size "
+                f"{'as the rollout says' if workload.group_size is None else workload.group_size}, rounds {workload.rounds}; "
+                "take fewer prompts or smaller groups"
+            )
 
 
 def model_of(graph: Graph, name: str) -> str:

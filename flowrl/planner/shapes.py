@@ -9,6 +9,7 @@ from typing import Any
 from flowrl.cost.shapes import ModelShape
 from flowrl.errors import ConfigError
 from flowrl.model import Model
+from flowrl.schema.fields import shown
 from flowrl.schema.files import is_file, is_folder, quoted, read_file, read_json
 
 
@@ -47,6 +48,10 @@ def _read(source: Any) -> ModelShape:
         if not is_file(file):
             return ModelShape.of(str(source))
         config = read_json(read_file(file, "the config"), f"{quoted(file)}, a model's config,")
+        if not isinstance(config, dict):
+            raise ConfigError(
+                f"{quoted(file)}, a model's config, is a JSON object with its model_type; found {shown(config)}"
+            )
         return ModelShape.from_config(config)
     if isinstance(source, Mapping) or hasattr(source, "model_type"):
         return ModelShape.from_config(source)

@@ -27,6 +27,7 @@ from flowrl.planner.table import table
 from flowrl.planner.tasks import Hold, Lane, StepKind, Task
 from flowrl.planner.views import Viewed
 from flowrl.planner.workload import Workload
+from flowrl.schema.columns import nearest
 from flowrl.schema.files import read_file, read_json, write_file
 
 FORMAT = "flowrl plan"
@@ -36,6 +37,9 @@ VERSION = 1
 MOST_S = 1e12
 """Longest time that a plan in a file may predict, some 30,000 years."""
 MOST_BYTES = 2**60
+ROUNDING = 1e-6
+"""Part by which sums of seconds may differ that were taken in another order."""
+LEAST_S = 1e-9
 
 Setting = str | int | float | bool
 
@@ -336,6 +340,42 @@ class Plan(Viewed):
             most, what = (MOST_BYTES, "bytes") if name.split()[0].endswith("_bytes") else (MOST_S, "seconds")
             if not 0 <= value <= most:
                 raise ConfigError(f"the plan's {name} is {what} from 0 to {most:.3g}; found {value!r}")
+        self._check_times()
+        if self.searched is not None:
+            self.searched.check()
+
+    def _check_times(self) -> None:
+        """Raise `ConfigError` for steps that begin before what they wait for has ended, or end after the whole has."""
+        whole_s = self.predicted.latency_s * (1 + ROUNDING) + LEAST_S
+        ends: dict[str, float] = {}
+        for step in self.steps:
+            start_s, seconds, used = step.predicted.start_s, step.predicted.seconds, step.predicted.slot_utilization
+            ends[step.name] = start_s + seconds
+            late = next((name for name in step.after if ends[name] > start_s * (1 + ROUNDING) + LEAST_S), None)
+            if late is not None:
+                raise ConfigError(
+                    f"the plan's step '{step.name}' begins at {time_text(start_s)}, and '{late}', which it waits for, ends at "
+                    f"{time_text(ends[late])}"
+                )
+            if ends[step.name] > whole_s:
+                raise ConfigError(
+                    f"the plan's step '{step.name}' ends at {time_text(ends[step.name])}, and the whole, 'predicted.latency_s', "
+                    f"at {time_text(self.predicted.latency_s)}"
+                )
+            if used is not None and not 0 <= used <= 1 + ROUNDING:
+                raise ConfigError(
+                    f"the plan's predicted.slot_utilization of step '{step.name}' is a part, 0 to 1; found {used!r}"
+                )
+        if self.predicted.bound_s > whole_s:
+            raise ConfigError(
+                f"no order of the plan's steps takes less than 'predicted.bound_s', {time_text(self.predicted.bound_s)}, and "
+                f"'predicted.latency_s' is {time_text(self.predicted.latency_s)}"
+            )
+        unknown = next((name for name in self.predicted.critical_path if name not in ends), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"the plan's predicted.critical_path names '{unknown}', which is no step; {nearest(unknown, ends)}"
+            )
 
     # ---------------------------------------------------------------------------------------------------------- print
 

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flowrl.cost.text import aligned, size_text, time_text
+from flowrl.planner.context import context_lines
 from flowrl.planner.placed import idle_text, mesh_name
 from flowrl.planner.tasks import ASSUMED, Lane, StepKind
+from flowrl.schema.escaped import escaped
 
 if TYPE_CHECKING:
     from flowrl.planner.steps import Plan, Step
@@ -37,11 +39,12 @@ def table(plan: Plan) -> str:
         f"{_size(outlook.device_bytes)} of {_size(cluster.device.memory_bytes)} per device, {_size(outlook.host_bytes)} of "
         f"{_size(cluster.host.memory_bytes)} per host",
     ]
-    rows = [HEAD, *(_row(plan, first, steps) for first, steps in _grouped(plan))]
+    rows = [HEAD, *(tuple(map(escaped, _row(plan, first, steps))) for first, steps in _grouped(plan))]
     foot = "* on the critical path; start, seconds, moved and memory are predicted"
     if any(ASSUMED in step.settings for step in plan.steps):
         foot += ", seconds of operators assumed"
-    return "\n".join([*head, "", *aligned(rows, "rlllllrrrr"), "", foot])
+    notes = [f"note: {line}" for line in context_lines(plan)]
+    return escaped("\n".join([*head, "", *aligned(rows, "rlllllrrrr"), "", foot, *notes]), keep="\n")
 
 
 def _grouped(plan: Plan) -> Iterator[tuple[int, tuple[Step, ...]]]:

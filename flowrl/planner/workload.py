@@ -232,6 +232,12 @@ class Workload:
         """
         from flowrl.planner.recorded import workload_of_run
 
+        if not isinstance(path, str | Path):
+            raise ConfigError(
+                f"Workload.of_run needs the path of a run's folder; found {shown(path)} ({type(path).__name__})"
+            )
+        if not is_int(last):
+            raise ConfigError(f"Workload.of_run needs a whole number of steps as last; found {shown(last)}")
         return workload_of_run(path, prompts=prompts, node=node, last=last)
 
     def sequences(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,6 +6,7 @@ A name may be that of a folder, be too long, hold a null character or point into
 
 from __future__ import annotations
 
+import errno
 import json
 import tomllib
 from pathlib import Path
@@ -56,10 +57,23 @@ def check_writable(path: str | Path, option: str) -> None:
         raise ConfigError(f"{said} cannot be written: a name has no null character")
     if len(where.name.encode(errors="replace")) > MOST_NAME:
         raise ConfigError(f"{said} cannot be written: a file's name has {MOST_NAME} bytes at most")
+    if not str(path):
+        raise ConfigError(f"{option} needs the name of a file; found ''")
     if is_folder(where):
         raise ConfigError(f"{said} is a folder; name a file in it")
+    for one in (where.parent, where):
+        if _is_loop(one):
+            raise ConfigError(f"{said} cannot be written: {quoted(one)} is a symbolic link that leads back to itself")
     if not is_folder(where.parent):
         raise ConfigError(f"{said}: there is no folder {quoted(where.parent)}")
+
+
+def _is_loop(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 MOST_NAME = 255

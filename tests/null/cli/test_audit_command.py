@@ -50,13 +50,27 @@ def test_a_config_of_ones_own(cli: Cli, tmp_path: Path) -> None:
         (("--wrap", "layer"), "unknown --wrap 'layer'; did you mean 'layers'?"),
         (("--optimizer", "adam"), "there is no optimizer 'adam'; did you mean 'adam_"),
         (("--frozen", "--lora", "8"), "a frozen model has no adapters to train"),
-        (("--model", "Qwen/Qwen2.5-8B"), "Qwen/Qwen2.5"),
+        (("--model", "Qwen/Qwen2.5-8B"), "--model is given 2 times, and an audit is of one"),
+        (("--lora", "8", "--lora=16"), "--lora is given 2 times, and an audit is of one"),
+        (("--lora", "9999999"), "LoRA of rank 9,999,999 is above the smallest matrix that gets adapters"),
+        (("--lora", "0"), "--lora takes the rank of adapters, at least 1; found 0"),
         (("--layout", "f2t3"), "tp 3 must divide 4 key-value heads"),
     ],
 )
 def test_wrong_usage(cli: Cli, more: tuple[str, ...], message: str) -> None:
     result = cli("audit", *QWEN, "--layout", "f8", *more)
     assert result.code == 2 and message in result.err
+
+
+def test_a_model_that_nobody_knows(cli: Cli) -> None:
+    result = cli("audit", "--model", "Qwen/Qwen2.5-8B", "--layout", "f8")
+    assert result.code == 2 and "no shape is known for 'Qwen/Qwen2.5-8B'; did you mean Qwen/Qwen2.5" in result.err
+
+
+def test_a_config_that_is_no_object(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    result = cli("audit", "--model", str(tmp_path), "--layout", "f8")
+    assert result.code == 2 and "a model's config, is a JSON object with its model_type; found []" in result.err
 
 
 def test_adapters_of_a_mixture_are_on_attention(cli: Cli) -> None:

@@ -67,3 +67,21 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(
     done = cli("calibrate", "--out", "nowhere/cluster.toml")
     assert done.code == 2 and "there is no folder 'nowhere'" in done.err
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--out", "x.json"), "is written as TOML, and read by a name that ends in .toml; found x.json; name it x.toml"),
+        (("--out", "cluster"), "found cluster; name it cluster.toml"),
+        (("--out", ""), "a name that ends in .toml; found ''"),
+        (("--devices", "0"), "--devices is how many GPUs are measured, at least 1; found 0"),
+        (("--devices", "-1"), "at least 1; found -1"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_told_before_anything_is_measured(
+    cli: Any, folder: Path, asked: list[dict[str, Any]], more: tuple[str, ...], message: str
+) -> None:
+    done = cli("calibrate", *more)
+    assert done.code == 2 and message in done.err
+    assert asked == []

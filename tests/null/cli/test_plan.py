@@ -156,7 +156,17 @@ def test_everything_that_is_missing_at_once(cli: Cli, folder: Path) -> None:
         (("--placement", "gen:d2 + policy:f2"), "not placed: ['ref']"),
         (("--placement", "gen:f2 + policy:... + ref:..."), "'gen', which is sampled from, cannot be laid out as f2"),
         (("--placement", "gen:d2 |"), "expected the name of a role"),
-        (("--model", "policy=Qwen/Qwen2.5-1.6B"), "model 'policy'"),
+        (
+            ("--model", "policy=Qwen/Qwen2.5-1.6B"),
+            "--model names 'policy' more than once: policy=Qwen/Qwen2.5-1.5B, policy=",
+        ),
+        (("--config", "beta=0.2"), "--config names 'beta' more than once: beta=0.1, beta=0.2; give it once"),
+        (
+            ("--lora", "policy=8", "policy=16"),
+            "--lora names 'policy' more than once: policy=8, policy=16; give it once",
+        ),
+        (("--lora", "policy=257"), "LoRA of rank 257 is above the smallest matrix that gets adapters"),
+        (("--out", ""), "--out needs the name of a file"),
         (("--model", "critic=x"), "flow 'grpo' has no input 'critic'"),
         (("--lora", "ref=16"), "--lora ref: the flow trains no such model"),
         (("--lora", "policy"), "--lora takes MODEL=RANK"),
@@ -170,6 +180,44 @@ def test_wrong_usage(cli: Cli, folder: Path, more: tuple[str, ...], message: str
     result = cli("plan", *ASKED, *more)
     assert result.code == 2, result.out
     assert message in result.err and result.out == ""
+
+
+def test_a_model_that_nobody_knows(cli: Cli, folder: Path) -> None:
+    result = cli("plan", "flow.py:grpo", "--cluster", "2xA100-80G", "--model", "policy=Qwen/Qwen2.5-1.6B", *WORK)
+    assert result.code == 2 and "model 'policy': no shape is known for 'Qwen/Qwen2.5-1.6B'" in result.err
+
+
+def test_more_responses_than_plans_are_made_for(cli: Cli, folder: Path) -> None:
+    """The size of a group is the flow's here, so that the workload alone cannot tell."""
+    result = cli("plan", "flow.py:grpo", "--cluster", "2xA100-80G", *MODELS, *WORK, "--config", "group_size=1000000000")
+    assert result.code == 2 and "samples 8000000000 responses of one iteration" in result.err
+
+
+def test_a_link_that_leads_to_itself_is_no_file_to_write(cli: Cli, folder: Path) -> None:
+    (folder / "loop").symlink_to(folder / "loop")
+    for name in ("loop", "loop/plan.json"):
+        result = cli("plan", *ASKED, "--out", name)
+        assert result.code == 2 and "'loop' is a symbolic link that leads back to itself" in result.err
+
+
+def test_names_in_files_and_arguments_are_shown_escaped(cli: Cli, folder: Path) -> None:
+    assert cli("plan", *ASKED, "--out", "plan.json").code == 0
+    values = json.loads((folder / "plan.json").read_text())
+    values["name"] = "\x1b[2J\u202eevil"
+    (folder / "evil.json").write_text(json.dumps(values))
+    assert r"name: grpo -> \x1b[2J\u202eevil" in cli("diff", "plan.json", "evil.json").out
+    values["steps"][0]["colour\x1b[31m"] = 1
+    (folder / "evil.json").write_text(json.dumps(values))
+    result = cli("explain", "evil.json")
+    assert result.code == 2 and r"has no key 'colour\x1b[31m'" in result.err
+
+
+def test_sequences_that_are_too_long_for_a_model_are_said(cli: Cli, folder: Path) -> None:
+    work = ("--prompts", "8", "--prompt-tokens", "512", "--response-tokens", "fixed:600")
+    gpt2 = ("--model", "policy=gpt2", "ref=gpt2", "--config", "beta=0.1")
+    result = cli("plan", "flow.py:grpo", "--cluster", "2xA100-80G", *gpt2, *work)
+    assert result.code == 0
+    assert "note: sequences of up to 1,112 tokens" in result.out and "max_position_embeddings is 1,024" in result.out
 
 
 def test_a_flow_with_problems_is_not_planned(cli: Cli, folder: Path) -> None:
