@@ -59,9 +59,14 @@ _JOINED = re.compile(r",\s*(?=[A-Za-z_]\w*=)")
 
 def plan(args: argparse.Namespace) -> int:
     """Plan a flow and print the verdict, the steps, and the memory of each phase; without a plan that fits, what would."""
+    given: dict[Path, list[str]] = {}
     for option in ("out", "html", "trace", "svg"):
         if (path := getattr(args, option)) is not None:
             check_writable(path, f"--{option}")
+            given.setdefault(Path(path).resolve(), []).append(f"--{option}")
+    for where, options in given.items():
+        if len(options) > 1 and (is_file(where) or not where.exists()):
+            raise ConfigError(f"{' and '.join(options)} name one file, {quoted(where)}; give each a name of its own")
     problem, graph = _asked(args)
     found = search(problem)
     if found.best is None:
@@ -237,6 +242,8 @@ def _lengths(text: str | None, option: str, *, is_fixed: bool) -> Lengths | None
 
 
 def _read_workload(path: str) -> Parts:
+    if not path:
+        raise ConfigError("--workload needs a FILE.toml or the folder of a run; found ''")
     if is_folder(path):
         return Parts.of(Workload.of_run(path))
     return read_parts(_existing(path))
@@ -257,7 +264,7 @@ def _with_lora(problem: Problem, said: list[str]) -> Problem:
     trained = [role.model for role in problem.roles if role.is_trained]
     for item in said:
         name, _, rank = item.partition("=")
-        if not rank.isdecimal() or len(rank) > MOST_DIGITS or int(rank) < 1:
+        if not name or not rank.isascii() or not rank.isdecimal() or len(rank) > MOST_DIGITS or int(rank) < 1:
             raise ConfigError(f"--lora takes MODEL=RANK, such as policy=16; found {shown(item)}")
         if name not in trained:
             raise ConfigError(f"--lora {name}: the flow trains no such model; {nearest(name, trained)}")

@@ -84,6 +84,18 @@ def audit_layout(
         raise ConfigError(f"there is no precision '{precision}'; {nearest(precision, PRECISIONS)}")
     if is_frozen and shape.lora is not None:
         raise ConfigError("a frozen model has no adapters to train; leave out either LoRA or frozen")
+    if is_frozen and ON_HOST[offload]:
+        raise ConfigError(
+            f"a frozen model has no state of training that offload {offload.value} could move; leave it out"
+        )
+    if precision is not None and not is_frozen and shape.lora is None:
+        raise ConfigError(
+            f"precision {precision} is that of frozen weights, and these are trained, in the optimizer's types; leave it out"
+        )
+    if layout.pp > shape.layers:
+        raise ConfigError(
+            f"layout {layout} has {layout.pp} stages, and the model {shape.layers} layers; take fewer stages"
+        )
     dtype = PRECISIONS[precision or "bf16"]
     frozen = _Widths(dtype, ITEM_BYTES[dtype])
     trained = _trained(state, offload)

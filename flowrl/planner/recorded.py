@@ -22,6 +22,7 @@ import numpy as np
 from flowrl.errors import ConfigError, RunError
 from flowrl.planner.workload import Lengths, Workload
 from flowrl.schema.columns import nearest
+from flowrl.schema.fields import is_int, is_number, shown
 from flowrl.trace import LENGTHS, Event, read_lines, read_trace
 
 BIN_BITS = 5
@@ -87,14 +88,21 @@ def _info(path: Path) -> Mapping[str, Any]:
         found = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"'{path / 'run.json'}' cannot be read: {error}") from error
-    return dict(found)
+    if not isinstance(found, dict):
+        raise RunError(
+            f"'{path / 'run.json'}' is a JSON object; found {shown(found)}: the file was changed by something else"
+        )
+    return found
 
 
 def _batch(path: Path, info: Mapping[str, Any], prompts: int | None) -> int:
     """Prompts of an iteration: what all of the run's data sets give at once."""
     if prompts is not None:
         return prompts
-    batches = {name: int(one["batch"]) for name, one in dict(info.get("data", {})).items() if one.get("batch")}
+    data = info.get("data") or {}
+    sets = data.items() if isinstance(data, dict) else ()
+    said = {name: one.get("batch") if isinstance(one, dict) else None for name, one in sets}
+    batches = {name: int(one) for name, one in said.items() if one and is_int(one)}
     if len(set(batches.values())) != 1:
         raise ConfigError(
             f"run '{path}' does not say how many prompts an iteration has (batches: {batches}); give prompts="
@@ -109,7 +117,7 @@ def _joined(path: Path, events: Iterable[Event], what: str) -> Lengths:
             one = event.attributes[LENGTHS][what]
             for tokens, count in zip(one["tokens"], one["counts"], strict=True):
                 counts[int(tokens)] += int(count)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(
                 f"lengths of step {event.step} in '{path / 'trace.jsonl'}' are no histogram ({error!r}); the file was changed by "
                 "something else"
@@ -124,9 +132,11 @@ def _rounds(path: Path, first: int) -> float:
     """Groups that a refill tried for each that it passed on; 1 for a run without one."""
     tried = passed = 0.0
     for line in read_lines(path / "metrics.jsonl"):
-        if line.get("step", -1) < first:
+        step = line.get("step", -1)
+        if not is_int(step) or step < first:
             continue
         for name, value in line.items():
-            if name.endswith("/tried") and f"{name.removesuffix('tried')}groups" in line:
-                tried, passed = tried + value, passed + line[f"{name.removesuffix('tried')}groups"]
-    return max(1.0, tried / passed) if passed else 1.0
+            groups = line.get(f"{name.removesuffix('tried')}groups") if name.endswith("/tried") else None
+            if groups is not None and is_number(value) and is_number(groups):
+                tried, passed = tried + value, passed + groups
+    return max(1.0, tried / passed) if passed > 0 else 1.0

@@ -36,6 +36,8 @@ def shape_of(source: Any, name: str, head: str = "lm") -> ModelShape:
 
 
 def _read(source: Any) -> ModelShape:
+    if source == "":
+        raise ConfigError("needs a published name, a folder with a config.json, or that file; found ''")
     if isinstance(source, str | Path):
         path = Path(source)
         file = path / "config.json" if is_folder(path) else path

@@ -41,7 +41,7 @@ def parse_lengths(text: str, what: str, *, is_fixed: bool = False) -> Lengths:
     """
     kind, _, rest = text.strip().partition(":")
     try:
-        if kind.isdecimal() and not rest:
+        if kind.isascii() and kind.isdecimal() and not rest:
             if is_fixed:
                 return Lengths.fixed(int(kind))
             raise ConfigError(

@@ -14,7 +14,7 @@ import flowrl as fr
 from examples.flows.grpo import grpo
 from flowrl.cost.audit import Audit, Part
 from flowrl.cost.shapes import ModelShape
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, FlowError
 from flowrl.mesh.devices import Device, Host
 from flowrl.mesh.links import Measured
 from flowrl.planner.audit import audit_layout
@@ -102,6 +102,60 @@ def test_a_run_is_named_by_a_path(path: Any) -> None:
 def test_steps_of_a_run_are_a_whole_number(last: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a whole number of steps as last; found"):
         fr.Workload.of_run(tmp_path, last=last)
+
+
+LENGTHS = {"prompt": {"tokens": [61], "counts": [16]}, "response": {"tokens": [12], "counts": [40]}}
+RUN: dict[str, Any] = {"data": {"prompts": {"batch": 4}}}
+
+
+def run_folder(folder: Path, *, info: Any = RUN, lengths: Any = LENGTHS, metrics: str = "") -> Path:
+    """What `Workload.of_run` reads of a run's folder."""
+    event = {"what": "compute", "node": "rollout", "step": 3, "start_s": 0.0, "end_s": 1.0,
+             "attributes": {"kind": "rollout", "lengths": lengths}}  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(info))
+    (folder / "trace.jsonl").write_text(f"{json.dumps(event)}\n")
+    (folder / "metrics.jsonl").write_text(metrics)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        [],
+        None,
+        5,
+        {},
+        {"data": "x"},
+        {"data": [1]},
+        {"data": {"p": [1]}},
+        {"data": {"p": {"batch": "x"}}},
+        {"data": None},
+    ],
+)
+def test_a_run_whose_facts_were_changed_is_refused(info: Any, tmp_path: Path) -> None:
+    with pytest.raises(FlowError, match=r"does not say how many prompts|run.json' is a JSON object; found"):
+        fr.Workload.of_run(run_folder(tmp_path, info=info))
+
+
+@pytest.mark.parametrize("count", ["x", None, float("inf"), [1]])
+def test_lengths_that_are_no_histogram_are_refused(count: Any, tmp_path: Path) -> None:
+    lengths = {**LENGTHS, "response": {"tokens": [12], "counts": [count]}}
+    with pytest.raises(FlowError, match="lengths of step 3 .* are no histogram"):
+        fr.Workload.of_run(run_folder(tmp_path, lengths=lengths))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rounds"),
+    [
+        ('{"step": 3, "a/tried": 6, "a/groups": 4}', 1.5),
+        ('{"step": "x", "a/tried": 6, "a/groups": 4}', 1.0),
+        ('{"step": 3, "a/tried": "x", "a/groups": 4}', 1.0),
+        ('{"step": 3, "a/tried": NaN, "a/groups": 4}', 1.0),
+        ('{"step": 3, "a/tried": 6, "a/groups": -4}', 1.0),
+    ],
+)
+def test_rounds_are_those_that_were_counted(metrics: str, rounds: float, tmp_path: Path) -> None:
+    assert fr.Workload.of_run(run_folder(tmp_path, metrics=metrics + "\n")).rounds == rounds
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
@@ -263,6 +317,11 @@ def test_a_config_that_is_no_object_is_called_so(text: str, tmp_path: Path) -> N
     for name in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(ConfigError, match=r"a model's config, is a JSON object with its model_type; found"):
             planned(models={"policy": name})
+
+
+def test_an_empty_name_is_not_this_folder() -> None:
+    with pytest.raises(ConfigError, match="model 'policy': needs a published name, .* found ''"):
+        planned(models={"policy": ""})
 
 
 # ------------------------------------------------------------------------------------------------- sequences too long
