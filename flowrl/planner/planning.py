@@ -37,7 +37,7 @@ from flowrl.schema.fields import shown
 __all__ = ["plan", "plan_found", "problem_of"]
 
 MOST_NODES = 256
-"""Of a cluster for which a plan is made: a search for 125 takes about a minute."""
+"""Of a cluster for which a plan is made: a search for 125 takes about a minute, for as many as these some minutes."""
 
 MOST_PER_NODE = 128
 """Devices of a node for which a plan is made; the largest that are sold have 72."""
