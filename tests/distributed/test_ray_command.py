@@ -8,20 +8,25 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flowrl.errors import ConfigError
 from flowrl.recipe import load
 from flowrl.runtime.rundir import RunDir
 from flowrl.store import folders
 
 pytest.importorskip("ray", reason="ranks on Ray need the extra [ray]")
+from flowrl.engines.launch import ray_cluster  # it imports ray
 
 JOBS = Path(__file__).parents[1] / "null" / "runtime" / "rank_jobs.py"
 FAILING = JOBS.with_name("failing_jobs.py")
@@ -115,6 +120,127 @@ def test_a_run_on_ray_is_the_run_of_one_process(folder: Path, sessions: Path) ->
     for name in ("reward/mean", "update/loss"):
         assert [row[name] for row in four.metrics()] == [row[name] for row in one.metrics()]
     assert list(sessions.iterdir()) and not processes_of(sessions)
+
+
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """Address of a program that accepts connections and answers so; None: says nothing."""
+
+    def accept() -> None:
+        while True:
+            try:
+                one, _ = other.accept()
+            except OSError:  # the test has ended
+                return
+            held.append(one)
+            if answer is not None:
+                one.sendall(answer)
+
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+        other.shutdown(socket.SHUT_RDWR)
+    for one in held:
+        one.close()
+
+
+@pytest.fixture
+def file(sessions: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In which `ray start` names this host's cluster."""
+    monkeypatch.setenv("RAY_TMPDIR", str(sessions))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", 0.5)
+    monkeypatch.setattr(ray_cluster, "find_gcs_addresses", set)
+    (sessions / "ray").mkdir()
+    return sessions / "ray" / "ray_current_cluster"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"), [(None, "timed out"), (b"220 mail.example ESMTP", "no Ray cluster"), (b"", "timed out")]
+)
+def test_a_port_that_is_anothers_is_no_cluster(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: bytes | None, why: str
+) -> None:
+    with listening(answer) as address:
+        file.write_text(address)
+        assert ray_cluster._running(needs_one=False) is None
+        found = capsys.readouterr().err
+        assert f"note: {file} names a Ray cluster at {address}, where none answers (" in found and why in found
+        with pytest.raises(
+            ConfigError,
+            match=r"RAY_ADDRESS=auto, and no Ray cluster answers on this host: .*remove that file; start one",
+        ):
+            ray_cluster._running(needs_one=True)
+        with pytest.raises(ConfigError, match=f"no Ray cluster answers at {address}: .*{why}"):
+            ray_cluster._refuse_silent(address)
+        with listening(SETTINGS) as living:  # found among the processes of this host
+            monkeypatch.setattr(ray_cluster, "find_gcs_addresses", lambda: {address, living})
+            assert ray_cluster._running(needs_one=False) == living
+    assert file.read_text() == address
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "host:99999", "127.0.0.1:x", "\x00"])
+def test_a_file_of_ray_that_is_damaged(file: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    file.write_text(text)
+    assert ray_cluster._running(needs_one=False) is None
+    assert ("this is no HOST:PORT" in capsys.readouterr().err) == bool(text)
+
+
+def test_a_cluster_that_answers_is_taken(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening(SETTINGS) as address:
+        file.write_text(f"{address}\n")
+        assert ray_cluster._running(needs_one=False) == ray_cluster._running(needs_one=True) == address
+        ray_cluster._refuse_silent(address)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(
+    bool(ray_cluster.find_gcs_addresses()), reason="a Ray cluster runs on this host, which would be taken"
+)
+def test_a_cluster_that_is_gone_is_not_waited_for(folder: Path, sessions: Path) -> None:
+    """Ray would wait for minutes for the cluster that its file names."""
+    named = sessions / "ray" / "ray_current_cluster"
+    named.parent.mkdir()
+    named.write_text("127.0.0.1:1")
+    done = flowrl("--plan", "plan.json", "--launcher", "ray", sessions=sessions)
+    assert done.returncode == 0, done.stderr
+    assert f"note: {named} names a Ray cluster at 127.0.0.1:1, where none answers (" in done.stderr
+    assert "this run starts one of its own (`ray stop`, or remove that file)" in done.stderr
+    assert not processes_of(sessions)
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80_000_000}
+cluster = Cluster(initialize_head=True, head_node_args=options)
+print(f"address {cluster.address}", flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_runs_is_joined_and_stays(folder: Path, sessions: Path) -> None:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], env={**given, "RAY_TMPDIR": str(sessions)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as cluster:  # fmt: skip
+        assert cluster.stdout is not None
+        address = next(line.split()[1] for line in cluster.stdout if line.startswith("address "))
+        (sessions / "ray" / "ray_current_cluster").write_text(address)
+        done = flowrl("--plan", "plan.json", "--launcher", "ray", sessions=sessions)
+        assert done.returncode == 0, done.stderr
+        assert "note:" not in done.stderr
+        assert len(list((sessions / "ray").glob("session_2*"))) == 1  # none of its own
+        assert any("gcs_server" in name for name in processes_of(sessions).values())
+    assert cluster.returncode == 0 and not processes_of(sessions)
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flowrl.engines.launch.across import LOOPBACK
@@ -16,6 +18,7 @@ from flowrl.errors import ConfigError, EngineError, MissingExtra, WaitTimeout
 
 try:
     import ray as ray
+    from ray._private.services import find_gcs_addresses
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -25,6 +28,8 @@ ANSWER_S = 10.0
 """Longest wait for a cluster's address to take a connection; Ray itself would try for minutes."""
 OBJECT_STORE_BYTES = 100_000_000
 """Of a cluster that is started here: rows and weights never pass Ray's object store."""
+AUTO = "auto"
+"""$RAY_ADDRESS for a cluster of this host that is there already."""
 EPSILON = 1e-6
 """Ray counts in ten-thousandths."""
 
@@ -56,11 +61,14 @@ def connected(options: RayOptions, nproc: int) -> Iterator[None]:
         return
     address = options.address or os.environ.get("RAY_ADDRESS") or None
     try:
-        if address == LOCAL or (address is None and not _joins_running()):
-            _start_here(options, nproc)
-        elif address is not None:
+        if address in (None, AUTO):
+            address = _running(needs_one=address == AUTO)
+        elif address != LOCAL:
             _refuse_silent(address)
-            ray.init(address=address, **_QUIET)
+        if address is None or address == LOCAL:
+            _start_here(options, nproc)
+        else:
+            _join(address)
         yield
     finally:
         ray.shutdown()
@@ -70,12 +78,78 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
 """Ranks' output is passed on by the job itself, so that none of it is lost at the end."""
 
 
-def _joins_running() -> bool:
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""An empty frame of HTTP/2 settings."""
+
+
+def _running(*, needs_one: bool) -> str | None:
+    """Address of a cluster of this host that answers; None when there is none.
+
+    Ray itself would wait for minutes for one that ended without a word and is still named in its file.
+
+    Errors: ConfigError when one is needed.
+    """
+    named, silent = _named_in_file(), ""
+    if named:
+        why = _silent(named)
+        if not why:
+            return named
+        silent = f"{_address_file()} names a Ray cluster at {named}, where none answers ({why})"
+    for found in sorted(find_gcs_addresses()):
+        if found != named and not _silent(found):
+            return str(found)
+    if needs_one:
+        hint = f": {silent}; remove that file" if silent else ""
+        raise ConfigError(
+            f"RAY_ADDRESS=auto, and no Ray cluster answers on this host{hint}; start one (ray start --head), or leave "
+            "RAY_ADDRESS out for one that lasts as long as this run"
+        )
+    if silent:
+        print(f"note: {silent}; this run starts one of its own (`ray stop`, or remove that file)", file=sys.stderr)
+    return None
+
+
+def _address_file() -> Path:
+    """Where `ray start` says which cluster this host belongs to."""
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(root, "ray", "ray_current_cluster")
+
+
+def _named_in_file() -> str:
     try:
-        ray.init(address="auto", **_QUIET)
-    except ConnectionError:
-        return False
-    return True
+        return _address_file().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _silent(address: str) -> str:
+    """Why what is at an address is no Ray cluster; "" when one answers.
+
+    A connection is not enough: the port may be another program's by now, or the cluster may hang. What speaks gRPC sends its
+    settings to whoever begins (HTTP/2, RFC 9113, 3.4).
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        return "this is no HOST:PORT"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as one:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return ""
+            one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            said = one.recv(len(_SETTINGS))
+            return "" if said[3:4] == _SETTINGS[3:4] else "what listens there is no Ray cluster"
+    except OSError as error:
+        return str(error) or type(error).__name__
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"the Ray cluster at {address} answers and does not let this process in: {error}; Ray's own lines above say why (a "
+            "token that it asks for, another version of Ray or Python); RAY_ADDRESS=local runs on this host without it"
+        ) from error
 
 
 def _start_here(options: RayOptions, nproc: int) -> None:
@@ -92,17 +166,13 @@ def _start_here(options: RayOptions, nproc: int) -> None:
 
 def _refuse_silent(address: str) -> None:
     host, _, port = address.rpartition(":")
-    if address == "auto":
-        return
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"the address of a Ray cluster is HOST:PORT, auto or local; found {address!r} (RAY_ADDRESS)")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-    except OSError as error:
+    if silent := _silent(address):
         raise ConfigError(
-            f"no Ray cluster answers at {address}: {error}; start one there (ray start --head --port {port}), or leave out the "
+            f"no Ray cluster answers at {address}: {silent}; start one there (ray start --head --port {port}), or leave out the "
             "address and RAY_ADDRESS for one of this host"
-        ) from error
+        )
 
 
 def nodes() -> list[Node]:
