@@ -40,10 +40,17 @@ def launch(
 
     Errors: ConfigError for no plan, or one for another number of ranks; RunError with the first error of any rank.
     """
-    from flowrl.runtime.ranks import check_ranks
+    from flowrl.runtime.ranks.run import check_ranks, check_timeout
 
+    option = f"--nproc {nproc}" if launcher is None else f"--launcher {launcher}"
+    check_timeout(timeout_s)
+    if is_rank():
+        place = Place.of(os.environ)
+        raise ConfigError(
+            f"{option} starts ranks, and this process is rank {place.rank} of {place.world} already, as RANK and WORLD_SIZE say "
+            f"(set by torchrun, or by a cluster's job): leave out {option.partition(' ')[0]}, or unset both"
+        )
     if recipe.plan is None:
-        option = f"--nproc {nproc}" if launcher is None else f"--launcher {launcher}"
         raise ConfigError(
             f"{option} needs a plan, which says what each process does: --plan plan.json (flowrl plan ... --out plan.json)"
         )

@@ -15,10 +15,12 @@ these locks now and then: a rank that came and has neither said that it ended no
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +28,11 @@ from urllib.parse import quote
 
 from flowrl.engines.launch.across import LOOPBACK
 from flowrl.engines.launch.board import GONE, POLL_S, Failure, Missing, Range, RankFailed, places_of
-from flowrl.errors import RunError, WaitTimeout
+from flowrl.errors import RunError, StoreError, WaitTimeout
 from flowrl.store import folders, futex
 
 SAID, FAILURE, BELL = "said", "failure", "bell"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder() -> Path:
@@ -217,7 +220,9 @@ def fail(folder: Path, failure: Failure) -> Failure:
             pass
         finally:
             aside.unlink(missing_ok=True)
-    except OSError:  # the folder went with whoever started the job
+    except OSError:
+        if folder.exists():  # full: nobody else will say it. Else it went with whoever started the job
+            print(failure.told(), file=sys.stderr, flush=True)
         return failure
     return failure_in(folder) or failure
 
@@ -240,5 +245,13 @@ def place_of(folder: Path, rank: int) -> str:
 
 def _write(path: Path, data: bytes, rank: int) -> None:
     aside = path.with_name(f".{rank}-{path.name}")
-    aside.write_bytes(data)
-    aside.replace(path)
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StoreError(
+            f"rank {rank} cannot tell the others what they need, as there is no room in {path.parents[1]}: {error.strerror}; "
+            "make /dev/shm larger (docker run --shm-size=...)"
+        ) from error

@@ -60,7 +60,11 @@ class Place:
         except ValueError as error:
             raise ConfigError(f"RANK and WORLD_SIZE are whole numbers, which a launcher sets; {error}") from error
         if not 0 <= place.rank < place.world:
-            raise ConfigError(f"RANK is from 0 to WORLD_SIZE - 1; found RANK={place.rank} and WORLD_SIZE={place.world}")
+            unset = " (WORLD_SIZE is not set)" if "WORLD_SIZE" not in environment else ""
+            raise ConfigError(
+                f"RANK is from 0 to WORLD_SIZE - 1; found RANK={place.rank} and WORLD_SIZE={place.world}{unset}; a launcher sets "
+                "both, and by hand neither is set"
+            )
         return place
 
     def environment(self) -> dict[str, str]:

@@ -12,8 +12,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +57,18 @@ def run_job(
         raise ConfigError(f"a job has at least 1 process; found {nproc}")
     if hosts < 1 or nproc % hosts:
         raise ConfigError(f"{nproc} processes on hosts in equal parts: 1, or a divisor of {nproc}; found {hosts} hosts")
+    with _ended_in_order():
+        _run(entry, argument, nproc, environment or {}, grace_s, hosts)
+
+
+def _run(entry: str, argument: Any, nproc: int, environment: Mapping[str, str], grace_s: float, hosts: int) -> None:
     folders_of = [make_folder() for _ in range(hosts)]
     running: list[subprocess.Popen[bytes]] = []
     word: FolderWord | Hub | None = None
     try:
         word = FolderWord(folders_of[0]) if hosts == 1 else Hub(nproc)
         for place in _places(nproc, folders_of, word):
-            running.append(_start(entry, argument, place, environment or {}))
+            running.append(_start(entry, argument, place, environment))
         failure = _wait(running, word, grace_s)
     except KeyboardInterrupt:
         if word is not None:
@@ -78,6 +85,27 @@ def run_job(
         raise KeyboardInterrupt(f"rank {failure.rank} was interrupted")
     if failure is not None:
         raise RunError(failure.told())
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the ranks, and gives back their memory, before it ends this process; where nobody else handles it."""
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    print("error: ended by SIGTERM, and all ranks with it", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)
 
 
 def _places(nproc: int, folders_of: Sequence[Path], word: FolderWord | Hub) -> list[Place]:

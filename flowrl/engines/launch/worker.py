@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.engines.launch.board import Failure, RankFailed
-from flowrl.engines.launch.place import Place, tell_failure
+from flowrl.engines.launch.folder import remove_folder
+from flowrl.engines.launch.place import JOB, Place, tell_failure
 from flowrl.errors import ConfigError
 
 FAILED = 1
@@ -65,6 +66,8 @@ def _end_with(lifeline: int) -> None:
     """End this process when the other end of its lifeline is closed."""
     while os.read(lifeline, 1):
         pass
+    if job := os.environ.get(JOB):
+        remove_folder(Path(job))  # whoever would have done so may have been killed
     os._exit(FAILED)
 
 

@@ -41,6 +41,8 @@ from flowrl.runtime.ranks.places import Places, places_of
 
 TIMEOUT_S = 1800.0
 """Longest wait of a rank for another one: longer than the longest step."""
+MOST_S = 366 * 86400.0
+"""Longest one that may be asked for: no wait is without an end."""
 
 
 def run_ranks(
@@ -68,6 +70,7 @@ def run_ranks(
     Errors: those of `run_local`; ConfigError for a plan of another number of ranks, or that the engine cannot carry out;
     RankFailed on the ranks that did not fail themselves; WaitTimeout.
     """
+    check_timeout(timeout_s)
     given = {name: inputs.pop(name) for name in list(inputs) if name in OPTION_NAMES and name not in input_names(flow)}
     settings = (options or Options()).updated(given)
     board = join(timeout_s=timeout_s) if board is None else board
@@ -81,6 +84,15 @@ def run_ranks(
             if first.rank != board.rank and not isinstance(error, KeyboardInterrupt):
                 raise RankFailed(first, board.place or "the beginning") from error
         raise
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Errors: ConfigError for no time, or none that ends."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_S:
+        raise ConfigError(
+            f"the longest wait for another rank (timeout_s, --timeout-s) is in seconds, more than 0 and at most {MOST_S:g}; "
+            f"found {timeout_s!r}"
+        )
 
 
 def check_ranks(

@@ -76,6 +76,27 @@ def test_what_cannot_run_is_refused_before_a_process_starts(
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e300"])
+def test_a_wait_is_of_some_time_that_ends(cli: Any, folder: Path, plan_file: Callable[..., str], seconds: str) -> None:
+    done = cli("run", "flow.py:small", "--plan", plan_file(2), "--nproc", "2", f"--timeout-s={seconds}")
+    assert done.code == 2 and "--timeout-s) is in seconds, more than 0 and at most" in done.err
+
+
+def test_a_rank_starts_no_ranks(
+    cli: Any, folder: Path, plan_file: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    plan = plan_file(2)
+    alone = cli("run", "flow.py:small", "--plan", plan, "--nproc", "2")
+    assert alone.code == 2 and "found RANK=1 and WORLD_SIZE=1 (WORLD_SIZE is not set)" in alone.err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for option in (("--nproc", "2"), ("--launcher", "ray")):
+        done = cli("run", "flow.py:small", "--plan", plan, *option)
+        assert (
+            done.code == 2 and f"{' '.join(option)} starts ranks, and this process is rank 1 of 2 already" in done.err
+        )
+
+
 def test_a_plan_of_one_device_needs_no_ranks(cli: Any, folder: Path, plan_file: Callable[..., str]) -> None:
     assert cli("run", "flow.py:small", "--plan", plan_file(1), "--set", "progress=off").code == 0
     assert (RunDir.open("runs/grpo-1").path / "plan.json").exists()

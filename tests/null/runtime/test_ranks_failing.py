@@ -16,7 +16,6 @@ import pytest
 from flowrl.engines.launch.spawn import run_job
 from flowrl.errors import RunError
 from flowrl.runtime.rundir import RunDir
-from flowrl.store import folders
 
 HERE = Path(__file__).parent
 JOBS = HERE / "failing_jobs.py"
@@ -114,16 +113,17 @@ def test_a_rank_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     nothing_is_left(tmp_path)
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_and_their_memory_end_with_a_launcher_that_is_killed(tmp_path: Path, how: signal.Signals) -> None:
     code = f"import failing_jobs; failing_jobs.launch({{'folder': {str(tmp_path)!r}}})"
     with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **PATHS}) as launcher:
         ranks = [wait_for(tmp_path / f"pid.{rank}", launcher) for rank in range(2)]
         watched = [os.pidfd_open(pid) for pid, _ in ranks]
-        launcher.kill()
+        launcher.send_signal(how)
+    assert launcher.returncode == (-how if how is signal.SIGKILL else 128 + how)
     for descriptor in watched:
         assert select.select([descriptor], [], [], 60.0)[0], "a rank lives on without its launcher"
         os.close(descriptor)
-    folders.reclaim_orphans()  # whoever makes the next table does this
     assert not Path(ranks[0][1]).exists()
 
 
