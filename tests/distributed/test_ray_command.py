@@ -259,6 +259,8 @@ def test_what_cannot_be_is_refused_before_ray_starts(folder: Path, sessions: Pat
     assert without.returncode == 2 and "--launcher ray needs a plan" in without.stderr
     nobody = flowrl("--plan", "plan.json", "--launcher", "ray", sessions=sessions, RAY_ADDRESS="127.0.0.1:1")
     assert nobody.returncode == 2 and "no Ray cluster answers at 127.0.0.1:1: " in nobody.stderr
+    client = flowrl("--plan", "plan.json", "--launcher", "ray", sessions=sessions, RAY_ADDRESS="ray://127.0.0.1:1")
+    assert client.returncode == 2 and "not through a client; found ray://127.0.0.1:1" in client.stderr
     few = flowrl("--plan", "plan.json", "--launcher", "ray", "--nproc", "2", sessions=sessions, RAY_ADDRESS="local")
     assert few.returncode == 2 and "needs 4 to 8 ranks; this job has 2" in few.stderr
     assert not Path("runs").exists() and not list(sessions.iterdir())

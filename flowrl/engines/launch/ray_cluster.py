@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def connected(options: RayOptions, nproc: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = options.address or os.environ.get("RAY_ADDRESS") or None
+    options = replace(options, address=options.address or os.environ.get("RAY_ADDRESS") or None)  # which looks at it
+    address = options.address
     try:
         if address in (None, AUTO):
             address = _running(needs_one=address == AUTO)
