@@ -271,7 +271,7 @@ class TorchHost:
         self.forward.require(("values",))
         out = np.zeros(len(rows.response_ids.values), np.float32)
         for batch in self._batches(rows):
-            out[batch.flat_T] = self._run(self._values, batch, rows).cpu().numpy()
+            out[batch.flat_T] = self._run(lambda one: self.forward.scalars(self._hidden(one)[0]), batch).cpu().numpy()
         return Ragged.like(self._joined(out), rows.response_ids)
 
     def score(self, rows: TokenRows) -> np.ndarray:
@@ -327,9 +327,6 @@ class TorchHost:
         for start, cut in self.forward.slices(len(hidden)):
             found.append((start, *self.forward.top(hidden[cut], None if scale is None else scale[cut], k)))
         return found
-
-    def _values(self, batch: Batch, rows: TokenRows) -> Tensor:
-        return self.forward.scalars(self._hidden(batch)[0])
 
     def _scores(self, batch: Batch, rows: TokenRows) -> Tensor:
         device = self.forward.device
