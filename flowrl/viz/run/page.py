@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
@@ -23,7 +23,7 @@ from flowrl.graph.nodes import Graph
 from flowrl.graph.text import from_text
 from flowrl.planner.measured import PLAN_FILE, Comparison, compare
 from flowrl.planner.steps import Plan
-from flowrl.trace import Event
+from flowrl.trace import RANK, Event
 from flowrl.viz import units
 from flowrl.viz.dataflow import Dataflow, dataflow, of_graph
 from flowrl.viz.flowchart import flowchart
@@ -272,15 +272,17 @@ def _planned(folder: RunFolder, events: Sequence[Event]) -> Planned | None:
 
 
 def _by_node(events: Sequence[Event]) -> Markup:
-    """Median seconds of a step by node, without the first step where there are more."""
+    """Median seconds of a step by node, without the first step where there are more; processes work at the same time, so the
+    slowest of them counts, and each tells of the rows of all."""
     counted = sorted((one for one in events if one.step >= 0), key=lambda one: one.step)
     steps = [list(one) for _, one in groupby(counted, key=lambda one: one.step)]
+    is_warm = len(steps) > 1
     steps = steps[1:] or steps
     if not steps:
         return tag("p", "Nothing was traced.", class_="lead")
     names = list(dict.fromkeys(event.node for step in steps for event in step))
-    took = {name: median(sum(e.seconds for e in step if e.node == name) for step in steps) for name in names}
-    rows_of = {name: median(sum(e.rows for e in step if e.node == name) for step in steps) for name in names}
+    took = {name: median(_most(step, name, lambda one: one.seconds) for step in steps) for name in names}
+    rows_of = {name: median(_most(step, name, lambda one: one.rows) for step in steps) for name in names}
     most = max(took.values()) or 1.0
     lines = []
     for name in sorted(names, key=lambda one: -took[one]):
@@ -292,9 +294,31 @@ def _by_node(events: Sequence[Event]) -> Markup:
             tag("td", units.count(rows_of[name]), class_="num"),
         )
         lines.append(tag("tr", tag("th", name, scope="row"), *cells, tag("td", bar, class_="meters")))
-    words = f"Median seconds of {len(steps)} steps, by node of the flow; operators between the models' calls, too."
+    ranks = len({event.attributes.get(RANK, 0) for step in steps for event in step})
+    words = f"Median seconds of {_steps_words(len(steps), is_warm)}, by node of the flow; operators between the models' calls, "
+    words += "too."
+    if ranks > 1:
+        words += (
+            f" {ranks} processes work at the same time: seconds are of the slowest in each step, rows of all together."
+        )
     whole = tag("div", table(("node", "seconds", "rows", ""), lines), class_="scroll")
     return tag("div", tag("p", words, class_="lead"), whole, data_fresh="time")
+
+
+def _most(step: Sequence[Event], node: str, number: Callable[[Event], float]) -> float:
+    """What a node's events in a step add up to, of the process that has most."""
+    by_rank: dict[int, float] = {}
+    for event in step:
+        if event.node == node:
+            rank = int(event.attributes.get(RANK, 0))
+            by_rank[rank] = by_rank.get(rank, 0.0) + number(event)
+    return max(by_rank.values(), default=0.0)
+
+
+def _steps_words(count: int, is_warm: bool) -> str:
+    if not is_warm:
+        return "the one step, which warms up"
+    return f"{count} step{'s' if count > 1 else ''}, the first of the run left out as it warms up"
 
 
 # --------------------------------------------------------------------------------------------------------- responses

@@ -18,6 +18,7 @@ from examples.rloo import rloo
 from flowrl.errors import ConfigError
 from flowrl.planner.measured import compare_run
 from flowrl.runtime.rundir import RunDir
+from flowrl.trace import Event, TraceWriter
 from flowrl.viz.frame import LIVE_POLICY, POLICY, asset
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.curves import SMOOTHED_FROM, charts, compared, smoothed, thinned
@@ -245,6 +246,35 @@ def test_a_plan_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
     page = run_html(folder)
     assert "plan.json cannot be drawn" in page and "Where the time went" in page and "reward/mean" in page
     read(page)
+
+
+def ranks_run(root: Path, ranks: int, steps: int = 4) -> RunDir:
+    """Each process of a run tells of the same nodes and rows; the last one takes longest."""
+    folder = RunDir.create(root, "ranks")
+    folder.write_info({"flow": "grpo", "engine": "torch", "ranks": ranks, "steps": steps})
+
+    def took_s(step: int, rank: int) -> float:
+        return 2.0 + rank + 5.0 * (step == 0)
+
+    events = [
+        Event("compute", "update", step, 10.0 * step, 10.0 * step + took_s(step, rank), 256, attributes={"rank": rank})
+        for step in range(steps)
+        for rank in range(ranks)
+    ]
+    with TraceWriter(folder.path / "trace.jsonl") as writer:
+        for event in events:
+            writer.add(event)
+    folder.finish()
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "took"), [(1, "2.0 s"), (4, "5.0 s")])
+def test_processes_that_work_at_the_same_time_are_not_added_up(tmp_path: Path, ranks: int, took: str) -> None:
+    section = run_html(ranks_run(tmp_path, ranks)).partition('id="time"')[2].partition("</section>")[0]
+    cells = re.findall(r'<th scope="row">update</th><td class="num">([^<]*)</td><td class="num">([^<]*)<', section)
+    assert cells == [(took, "256")]
+    assert "3 steps, the first of the run left out" in section
+    assert ("4 processes work at the same time" in section) is (ranks == 4)
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
