@@ -8,6 +8,7 @@ from flowrl.planner.tasks import Lane
 from flowrl.viz import units
 from flowrl.viz.axis import LEFT, WIDTH, Axis
 from flowrl.viz.measured import Seen
+from flowrl.viz.overlap import why_apart
 from flowrl.viz.palette import KINDS, LANES, hatch
 from flowrl.viz.scene import Bar, Gap, Group, Scene, Track, place_of
 from flowrl.viz.svg import Markup, fitted, join, line, picture, rect, tag, text, width_of
@@ -29,7 +30,7 @@ def gantt(scene: Scene, seen: Sequence[Seen] = ()) -> Markup:
     rows: list[Markup] = []
     chain = tuple(bar for bar in scene.bars if bar.is_critical)
     if chain:
-        rows.append(_critical(axis, chain, y, is_overlapped=bool(scene.plan.max_staleness)))
+        rows.append(_critical(axis, chain, y, is_overlapped=_overlaps(scene)))
         y += ROW + 6
     spans = {one.step: one for one in seen}
     for group in scene.groups:
@@ -68,7 +69,7 @@ def _head(scene: Scene, group: Group, y: float) -> Markup:
     part = busy / scene.makespan_s if scene.makespan_s else 0.0
     words = f"busy {units.percent(part)} of the iteration (predicted)"
     plan = scene.plan
-    if plan.max_staleness and plan.predicted.seconds:
+    if _overlaps(scene) and plan.predicted.seconds:
         pace = units.percent(min(1.0, busy / plan.predicted.seconds))
         words = (
             f"busy for {units.seconds(busy)}: {pace} of the {units.seconds(plan.predicted.seconds)} between versions, "
@@ -80,6 +81,10 @@ def _head(scene: Scene, group: Group, y: float) -> Markup:
         text(8, y + 13, fitted(group.name, 400, size=13), class_="group"),
         text(WIDTH - 16, y + 13, words, class_="note", text_anchor="end"),
     )
+
+
+def _overlaps(scene: Scene) -> bool:
+    return bool(scene.plan.max_staleness) and not why_apart(scene.plan)
 
 
 def _track(scene: Scene, axis: Axis, track: Track, y: float, spans: dict[str, Seen]) -> Markup:

@@ -26,7 +26,7 @@ from flowrl.viz.frame import data_script, document, folded, in_frame, legend, na
 from flowrl.viz.gantt import gantt
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
-from flowrl.viz.overlap import Overlap, overlap
+from flowrl.viz.overlap import Overlap, overlap, why_apart
 from flowrl.viz.palette import KINDS, swatch
 from flowrl.viz.residuals import residuals, sentence, table as residual_table, terms
 from flowrl.viz.scene import GREY, Scene, place_of, scene
@@ -56,7 +56,7 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
     shown = figures(drawn, on_devices, on_hosts, graph)
     if isinstance(measured, Comparison) and measured.measured_s is not None:
         shown = (shown[0], _measured_figure(measured), *shown[1:])
-    together = overlap(plan) if plan.max_staleness else None
+    together = overlap(plan) if plan.max_staleness and not why_apart(plan) else None
     parts = [
         section("timeline", "Timeline", timeline(drawn, spans)),
         section("devices", "Devices", _devices(drawn, on_devices)),
@@ -66,7 +66,7 @@ def plan_html(plan: Plan, graph: Flow | Graph | None = None, measured: Measureme
     ]
     if spans:
         parts.append(section("measured", "Predicted and measured", predicted_and_measured(drawn, spans, measured)))
-    if together is not None:
+    if plan.max_staleness:
         parts.insert(0, section("versions", "Versions of the weights", _versions(drawn)))
     parts.append(section("steps", "Steps", _steps(drawn, together)))
     body = [_head(plan, shown), navigation(parts), tag("main", *(part.markup for part in parts)), _foot(plan)]
@@ -90,10 +90,12 @@ def notebook_html(plan: Plan, graph: Flow | Graph | None = None, *, height: int 
 def _head(plan: Plan, shown: tuple[Figure, ...]) -> Markup:
     cluster = plan.cluster
     how = f"asynchronous, staleness up to {plan.max_staleness}" if plan.max_staleness else "synchronous"
+    apart = f" But {why}." if (why := why_apart(plan)) else ""
     idle = f" ({text})" if (text := idle_text(plan)) else ""
     lead = (
         f"{len(plan.steps)} steps on {cluster.num_devices} × {cluster.device.name} in {cluster.nodes} "
-        f"node{'s' if cluster.nodes > 1 else ''}{idle}, {how}. Times and memory are predicted unless they are called measured."
+        f"node{'s' if cluster.nodes > 1 else ''}{idle}, {how}.{apart} "
+        "Times and memory are predicted unless they are called measured."
     )
     return tag("header", tag("h1", f"Plan {plan.name}"), tag("p", lead, class_="lead"), strip(shown))
 
@@ -117,7 +119,9 @@ def _foot(plan: Plan) -> Markup:
 def timeline(drawn: Scene, spans: tuple[Seen, ...]) -> Markup:
     plan = drawn.plan
     chain = "A thick outline is the critical path"
-    if plan.max_staleness:
+    if apart := why_apart(plan):
+        chain = f"One iteration is drawn, as the next begins when it is complete: {apart}. A thick outline is the critical path"
+    elif plan.max_staleness:
         chain = (
             "One iteration alone is drawn. A thick outline is its critical path, which says how old its rows get. How fast "
             "versions follow each other depends on the busiest mesh: iterations overlap, and one version follows another every "
@@ -255,11 +259,18 @@ def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...], measured: Meas
 
 def _versions(drawn: Scene) -> Markup:
     found = versions(drawn)
+    apart = why_apart(drawn.plan)
+    pace = (
+        f"They follow each other: {apart}."
+        if apart
+        else (
+            "A mesh ends one iteration before it computes for the next; iterations overlap between meshes. Devices whose weights "
+            "change compute nothing meanwhile."
+        )
+    )
     words = (
         f"{len(found.published_s)} iterations simulated together. The number in a bar is its iteration; a dashed line is the "
-        "moment at which an iteration is complete and its version of the weights is there. A mesh ends one iteration before it "
-        "computes for the next; iterations overlap between meshes. Devices whose weights change compute nothing meanwhile. All "
-        "predicted."
+        f"moment at which an iteration is complete and its version of the weights is there. {pace} All predicted."
     )
     return join(
         tag("p", words, class_="lead"), tag("figure", version_lane(drawn, found)),

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from flowrl.planner.figures import overlap_line
+from flowrl.planner.problem import LEAST_CHANGE
 from flowrl.planner.simulate import Memory, Schedule, memory, schedule, unroll
 from flowrl.planner.steps import Plan, Step
 from flowrl.planner.tasks import Edge, Hold, Lane, StepKind, Task
@@ -109,6 +111,17 @@ def spoken(name: str) -> str:
     """ "rollout#2" as "rollout of iteration 2"; other names as they are."""
     step, mark, index = name.rpartition("#")
     return f"{step} of iteration {index}" if mark and index.isdecimal() else name
+
+
+def why_apart(plan: Plan) -> str:
+    """Of an asynchronous plan whose iterations follow each other: that they do, and why. Empty where they overlap."""
+    if not plan.max_staleness:
+        return ""
+    outlook = plan.predicted
+    is_alone = outlook.seconds >= outlook.latency_s * (1 - LEAST_CHANGE)
+    return overlap_line(plan) or (
+        "no iteration begins before the one before it is complete: sync would take about as long" if is_alone else ""
+    )
 
 
 def overlap(plan: Plan, iterations: int | None = None) -> Overlap:

@@ -7,12 +7,13 @@ from xml.etree import ElementTree
 import pytest
 
 from flowrl.mesh import Cluster, Layout, Mesh
+from flowrl.planner.figures import overlap_line
 from flowrl.planner.steps import Plan
 from flowrl.planner.tasks import Edge, Hold, Lane, StepKind
 from flowrl.viz.axis import RIGHT, WIDTH
 from flowrl.viz.html import plan_html
 from flowrl.viz.memory import memory_chart
-from flowrl.viz.overlap import overlap, spoken
+from flowrl.viz.overlap import overlap, spoken, why_apart
 from flowrl.viz.scene import scene
 from flowrl.viz.stacks import overlapping_stacks, stacks
 from flowrl.viz.verdict import figures
@@ -87,6 +88,26 @@ def test_what_overlapping_adds_is_said() -> None:
     said = "Together they take at most 35.0 GiB; the planner counted one alone, with 34.0 GiB"
     assert said in plan_html(plan)
     assert "Together they take" not in plan_html(split()) + plan_html(large())
+
+
+def test_a_page_of_iterations_that_follow_each_other_says_so() -> None:
+    plan = together()
+    page = plan_html(plan)
+    assert page.count(overlap_line(plan)) == 3, "in the head, at the versions and at the timeline"
+    assert "iterations overlap" not in page and "Iterations that overlap" not in page
+    assert "critical path, alone" not in page and "between versions, " not in page
+    assert "iterations overlap" in plan_html(split()) and not why_apart(split())
+    assert not why_apart(split(max_staleness=0))
+
+
+def test_iterations_may_follow_each_other_on_two_meshes() -> None:
+    plan = Plan.of("beside", "ab12", Cluster.named("8xA100-80G"), [
+        compute("rollout", A, 10.0, role="gen", layout=F4), compute("judge", B, 3.0, "rollout", role="rm", layout=F4),
+        compute("logprobs", A, 5.0, "rollout", role="policy", layout=F4),
+        compute("update", A, 10.0, "judge", "logprobs", role="policy", layout=F4),
+    ], max_staleness=1)  # fmt: skip
+    assert not overlap_line(plan), "there are two meshes, of which one is busy all the time"
+    assert "no iteration begins before the one before it is complete" in plan_html(plan)
 
 
 def test_the_card_and_the_timeline_say_of_what_a_mesh_is_busy() -> None:
