@@ -119,7 +119,12 @@ def _left(comparison: Comparison, known: Iterable[str]) -> list[str]:
         found.append("train: the optimizer's step and what moves besides stay as they are")
     moves = [step.name for step in comparison.steps if step.kind is not StepKind.COMPUTE and step.runs]
     if moves:
-        found.append(f"moves ({', '.join(moves)}): one process moves little or nothing, which says nothing about links")
+        why = (
+            "one process moves little or nothing, which says nothing about links"
+            if comparison.processes == 1
+            else f"{comparison.processes} processes waited for each other in them, too; figures of links stay as they are"
+        )
+        found.append(f"moves ({', '.join(moves)}): {why}")
     others = [step.name for step in comparison.steps if step.kind is StepKind.COMPUTE and step.runs and not _work(step)]
     if others:
         found.append(f"operators ({', '.join(others)}): no figure of a cluster stands for them")

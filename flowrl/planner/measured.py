@@ -93,6 +93,8 @@ class Comparison:
     host_bytes: int | None = None
     """Measured: what state of models took of the hosts, of all ranks together, the most of all iterations. None where nothing of
     it was there."""
+    processes: int = 1
+    """That the run had; a step's seconds are those of the slowest of them."""
 
     @property
     def ran(self) -> tuple[StepMeasured, ...]:
@@ -184,10 +186,8 @@ def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
     A step inside a refill runs once in each round: its time is the sum of an iteration's rounds. That of a refill which is a step
     itself is what they leave.
     """
-    by_step = groupby(
-        sorted((one for one in events if one.step >= 0), key=lambda one: one.step), key=lambda one: one.step
-    )
-    iterations = [_Iteration.of(list(one)) for _, one in by_step][1:]
+    traced = sorted((one for one in events if one.step >= 0), key=lambda one: one.step)
+    iterations = [_Iteration.of(list(one)) for _, one in groupby(traced, key=lambda one: one.step)][1:]
     return Comparison(
         plan.name,
         plan.hash,
@@ -197,6 +197,7 @@ def compare(plan: Plan, events: Iterable[Event]) -> Comparison:
         median(one.seconds for one in iterations) if iterations else None,
         plan.predicted.host_bytes,
         max((sum(one.on_host.values()) for one in iterations), default=0) or None,
+        max(1, len({one.attributes.get(RANK, 0) for one in traced})),
     )
 
 

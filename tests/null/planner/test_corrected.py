@@ -125,6 +125,19 @@ def test_what_no_figure_stands_for_is_named(cluster):
     assert any(line.startswith("moves (gen.weights)") for line in found.left)
 
 
+@pytest.mark.parametrize("processes", [1, 4])
+def test_of_moves_it_is_said_how_many_processes_made_them(cluster, processes):
+    events = [
+        Event("reshard", "policy", n, 0.0, 1.0, attributes={"plan_step": "gen.weights", "rank": rank})
+        for n in range(2)
+        for rank in range(processes)
+    ]
+    comparison = compare(planned(cluster), events)
+    assert comparison.processes == processes
+    (line,) = corrected(comparison, cluster).left
+    assert ("4 processes" in line, "one process" in line) == (processes == 4, processes == 1)
+
+
 def test_what_it_changed_is_said(cluster):
     found = corrected(measured(planned(cluster), {**TIMES, "train": 1.0, "sample": 1.0}), cluster)
     changed = {name: (before, after) for name, before, after in found.changed}
