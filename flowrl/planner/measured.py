@@ -120,6 +120,12 @@ class Comparison:
         return max(0.0, self.measured_s - sum(step.measured_s or 0.0 for step in self.steps))
 
     @property
+    def overlapped_s(self) -> float:
+        """Seconds by which the steps add up to more than the iteration: processes are in different steps at the same time, and a
+        step's seconds are of the slowest."""
+        return max(0.0, sum(step.measured_s or 0.0 for step in self.steps) - (self.measured_s or 0.0))
+
+    @property
     def beside_s(self) -> float:
         """Predicted seconds that do not add to the iteration, because steps run beside each other."""
         return max(0.0, sum(step.predicted_s for step in self.steps) - self.predicted_s)
@@ -160,12 +166,17 @@ class Comparison:
                 f"state in host memory: {size_text(self.host_bytes)} measured, over all ranks; "
                 f"{size_text(self.predicted_host_bytes)} predicted for the host that holds most"
             )
-        if self.unplanned_s is not None:
+        if self.processes > 1 and self.overlapped_s:
+            found.append(
+                f"the steps add up to {time_text(self.overlapped_s)} more than the iteration: each is of the slowest of "
+                f"{self.processes} processes, and they overlap"
+            )
+        elif self.unplanned_s is not None:
             found.append(f"outside of the plan's steps: {time_text(self.unplanned_s)} per iteration measured")
         if self.beside_s > 0.01 * self.predicted_s:
             found.append(
-                f"predicted to run beside other steps: {time_text(self.beside_s)} per iteration; one process does one after the "
-                "other"
+                f"predicted to run beside other steps: {time_text(self.beside_s)} per iteration"
+                + ("; one process does one after the other" if self.processes == 1 else "")
             )
         largest = self.largest()
         if largest:

@@ -148,10 +148,19 @@ def _figures(
             continue
         count = min(LAST, len(values))
         now, before = sum(values[-count:]) / count, sum(values[:count]) / count
-        said = [shape.format(one) if shape else units.seconds(one) for one in (now, before)]
-        yield Figure(
-            name, said[0], f"mean of the last {count} steps; of the first {count}: {said[1]}" if count > 1 else ""
-        )
+        said = [_one(shape.format(one)) if shape else units.seconds(one) for one in (now, before)]
+        yield Figure(name, said[0], _mean_words(len(values), said[1]))
+
+
+def _one(words: str) -> str:
+    return "1 token" if words == "1 tokens" else words
+
+
+def _mean_words(count: int, before: str) -> str:
+    """Of how many steps a figure is the mean. A run's first step warms up and is among them, which its median leaves out."""
+    if count > LAST:
+        return f"mean of the last {LAST} steps; of the first {LAST}: {before}"
+    return f"mean of all {count} steps, with the first" if count > 1 else "of the one step"
 
 
 def _finite(value: Any) -> float | None:
@@ -249,10 +258,17 @@ def _time_parts(folder: RunFolder) -> list[Part]:
         return [section("time", "Where the time went", join(tag("p", words, class_="lead"), _by_node(events)))]
     said = planned.comparison
     sums = [
-        f"Of an iteration: {units.seconds(said.measured_s or 0.0)} measured (median of {said.iterations}, without the first), "
-        f"{units.seconds(said.predicted_s)} predicted."
+        f"Of an iteration: {units.seconds(said.measured_s or 0.0)} measured ({_median_words(said.iterations)}; from the start of "
+        f"its first event to the end of its last), {units.seconds(said.predicted_s)} predicted."
     ]
-    if said.unplanned_s is not None:
+    if said.processes > 1:
+        sums.append(
+            f"A step's seconds are those of the slowest of {said.processes} processes, which are in different steps at the same "
+            "time: steps overlap."
+        )
+    if said.processes > 1 and said.overlapped_s:
+        sums.append(f"Together they are {units.seconds(said.overlapped_s)} more than the iteration.")
+    elif said.unplanned_s is not None:
         sums.append(f"Outside of the plan's steps: {units.seconds(said.unplanned_s)} measured.")
     lead = tag("p", " ".join(sums))
     return [
@@ -313,6 +329,10 @@ def _most(step: Sequence[Event], node: str, number: Callable[[Event], float]) ->
             rank = int(event.attributes.get(RANK, 0))
             by_rank[rank] = by_rank.get(rank, 0.0) + number(event)
     return max(by_rank.values(), default=0.0)
+
+
+def _median_words(count: int) -> str:
+    return f"median of {count}, the first step left out" if count > 1 else "the second step, as the first warms up"
 
 
 def _steps_words(count: int, is_warm: bool) -> str:

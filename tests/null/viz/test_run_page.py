@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from examples.rloo import rloo
 from flowrl.errors import ConfigError
 from flowrl.planner.measured import compare_run
 from flowrl.runtime.rundir import RunDir
-from flowrl.trace import Event, TraceWriter
+from flowrl.trace import Event, TraceWriter, read_trace
 from flowrl.viz.frame import LIVE_POLICY, POLICY, asset
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.curves import SMOOTHED_FROM, charts, compared, smoothed, thinned
@@ -275,6 +276,39 @@ def test_processes_that_work_at_the_same_time_are_not_added_up(tmp_path: Path, r
     assert cells == [(took, "256")]
     assert "3 steps, the first of the run left out" in section
     assert ("4 processes work at the same time" in section) is (ranks == 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_step_times_say_which_they_are(tmp_path: Path, ranks: int) -> None:
+    folder = planned_run(tmp_path)
+    seen, path = list(read_trace(folder.path / "trace.jsonl")), folder.path / "trace.jsonl"
+    path.unlink()
+    with TraceWriter(path) as writer:
+        for event in seen:
+            for rank in range(ranks):  # the first process is in the first step while others are in the next
+                long = 9.0 if rank == 0 and event.node == "rollout" else 0.0
+                writer.add(replace(event, end_s=event.end_s + long, attributes={**event.attributes, "rank": rank}))
+    said = compare_run(folder.path)
+    words = " ".join(text for _, text in read(run_html(folder)).texts)
+    assert "median of 2, the first step left out" in words and "mean of all 3 steps, with the first" in words
+    assert said.processes == ranks and said.overlapped_s > 0
+    assert ("steps overlap" in words) is (ranks > 1)
+    assert ("more than the iteration" in words) is (ranks > 1)
+    assert ("Outside of the plan's steps" in words) is not ("more than the iteration" in words)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(1, "of the one step"), (4, "mean of all 4 steps"), (12, "mean of the last 10 steps; of the first 10: 0.045")],
+)
+def test_a_figure_says_of_which_steps_it_is_the_mean(tmp_path: Path, steps: int, said: str) -> None:
+    folder = RunDir.create(tmp_path, "means")
+    for step in range(steps):
+        folder.write_metrics(step, {"reward/mean": 0.01 * step, "response_length/mean": 1.0})
+    folder.finish()
+    page = run_html(folder).partition("<nav")[0]
+    assert said in page and "1 tokens" not in page and "1 token" in page
+    assert ("of the first" in page) is (steps > 10)
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
