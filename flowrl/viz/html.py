@@ -32,7 +32,7 @@ from flowrl.viz.residuals import residuals, sentence, table as residual_table, t
 from flowrl.viz.scene import GREY, Scene, place_of, scene
 from flowrl.viz.stacks import Stack, overlapping_stacks, stacks, used
 from flowrl.viz.svg import Markup, join, tag
-from flowrl.viz.verdict import Figure, figures, strip
+from flowrl.viz.verdict import UNCOUNTED, Figure, figures, strip, talks
 from flowrl.viz.versions import histogram, version_lane, versions
 from flowrl.viz.why import looked_at, pareto, table as rival_table
 
@@ -292,6 +292,8 @@ def _steps(drawn: Scene, together: Overlap | None) -> Markup:
             "Of one iteration, in the order in which they start; * is on the critical path of one iteration alone. Start, "
             "seconds, moved and memory are predicted; memory is the most that a device holds meanwhile, for other iterations too."
         )
+    if any(talks(bar.step) for bar in drawn.bars):
+        words += f" Moved is without {UNCOUNTED}."
     rows = []
     for bar in drawn.bars:
         step, predicted = bar.step, bar.step.predicted

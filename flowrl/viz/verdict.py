@@ -21,6 +21,8 @@ from flowrl.viz.svg import Markup, join, tag
 
 _UNIT = re.compile(r" (%|s|ms|B|KiB|MiB|GiB|tok/s)(?!\w)")
 """A number and its unit stay on one line."""
+UNCOUNTED = "what models gather and reduce inside a step"
+"""Bytes that no step is said to move: they are part of the seconds of what computes."""
 LEAST_GAP = 5e-4
 """A gap that is printed as 0.0 %."""
 
@@ -148,9 +150,16 @@ def _moves(scene: Scene) -> Figure | None:
         f"{kind}, predicted, over all devices, in {units.seconds(took_s)}{others}; all steps move {units.size(total)}"
     )
     streamed = [bar.step.name for bar in scene.bars if _streams(bar.step)]
-    if streamed:
-        note += f", without what {', '.join(streamed)} streams while it computes"
+    left_out = [UNCOUNTED] * any(talks(bar.step) for bar in scene.bars)
+    left_out += [f"what {', '.join(streamed)} streams while it computes"] * bool(streamed)
+    if left_out:
+        note += f", without {' and '.join(left_out)}"
     return Figure("moves most", f"{units.size(num_bytes)}, {most.step.name}", note)
+
+
+def talks(step: Step) -> bool:
+    """Whether a computation's devices send to each other what is not counted in its bytes."""
+    return Lane.COMPUTE in step.lanes and step.layout is not None and step.layout.size > 1
 
 
 def _streams(step: Step) -> bool:

@@ -166,14 +166,16 @@ def test_figures_answer_where_memory_is_and_what_moves() -> None:
     notes = [text for _, text in said if "predicted peak of devices" in text or "all steps move" in text]
     assert "predicted peak of devices 0–31, during rollout; largest part: KV cache with 42.0 GiB" in notes
     assert (
-        "onload from the host, predicted, over all devices, in 1.6 s, and as many by policy.offload; all steps move 1008.1 GiB"
-        in notes
+        "onload from the host, predicted, over all devices, in 1.6 s, and as many by policy.offload; all steps move 1008.1 GiB, "
+        "without what models gather and reduce inside a step" in notes
     )
+    assert any("Moved is without what models gather and reduce inside a step." in text for _, text in said)
     streamed = compute("update", Mesh(0, 2), 1.0, role="policy")
     streamed = replace(streamed, lanes=(Lane.COMPUTE, Lane.H2D))
     moved = move("rows", "update", StepKind.ONLOAD, Lane.H2D, Mesh(0, 2), 0.5, 2**20)
     page = plan_html(Plan.of("streams", "ab12", Cluster.named("2xA100-80G"), [moved, streamed]))
     assert "all steps move 1.0 MiB, without what update streams while it computes" in page
+    assert "gather and reduce" not in page, "no step has a layout"
 
 
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
