@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
+from flowrl.planner.figures import tie_line
 from flowrl.planner.measured import Comparison
 from flowrl.planner.placed import idle_text
 from flowrl.planner.steps import Plan
@@ -246,7 +247,9 @@ def _why(plan: Plan) -> Markup:
     if plan.searched is not None and scatter is None:
         words += " No other plan came close enough to be kept."
     figure = None if scatter is None else tag("figure", scatter)
-    return join(tag("p", words, class_="lead"), tag("div", rival_table(plan), class_="scroll"), figure)
+    tied = plan.searched is not None and (plan.searched.tie or plan.searched.why_simpler)
+    tie = tag("p", f"A tie: {line}.", class_="lead") if tied and (line := tie_line(plan)) else None
+    return join(tag("p", words, class_="lead"), tie, tag("div", rival_table(plan), class_="scroll"), figure)
 
 
 def predicted_and_measured(drawn: Scene, spans: tuple[Seen, ...], measured: Measurements | None) -> Markup:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.mesh.devices import Efficiency
+from flowrl.planner.figures import tail_lines
 from flowrl.planner.roles import rows_of
 from flowrl.planner.simulate import period
 from flowrl.planner.steps import Step
@@ -67,6 +68,7 @@ def figures(
             )
         )
     found.append(_bottleneck(scene))
+    found += _slots(scene)
     device_cap, host_cap = plan.cluster.device.memory_bytes, plan.cluster.host.memory_bytes
     found.append(_memory("device memory", devices, device_cap))
     found.append(_memory("host memory", hosts, host_cap))
@@ -123,6 +125,16 @@ def _bottleneck(scene: Scene) -> Figure:
         return Figure("bottleneck", "staleness allowed", note, part)
     note = f"predicted, of {name}: {units.seconds(busy_s)} of the {units.seconds(whole_s)} between versions; {longest}"
     return Figure("bottleneck", f"{what}, {units.percent(part)} busy", note, part)
+
+
+def _slots(scene: Scene) -> Iterator[Figure]:
+    """Sampling whose slots mostly wait."""
+    for line in tail_lines(scene.plan):
+        for step in scene.plan.steps:
+            used = step.predicted.slot_utilization
+            if used is not None and line.startswith(start := f"{step.name}: its slots work {used:.0%} of the time, "):
+                note = f"predicted, part of the time that slots of {step.name} work; {line.removeprefix(start)}"
+                yield Figure("slots at work", units.percent(used), note, used)
 
 
 def _is_bound_by_staleness(scene: Scene) -> bool:

@@ -178,6 +178,21 @@ def test_figures_answer_where_memory_is_and_what_moves() -> None:
     assert "gather and reduce" not in page, "no step has a layout"
 
 
+def test_slots_that_wait_and_a_tie_are_said_as_on_the_command_line() -> None:
+    plan = large()
+    rollout = next(step for step in plan.steps if step.name == "rollout")
+    waiting = replace(rollout, predicted=replace(rollout.predicted, slot_utilization=0.28))
+    steps = [waiting if step is rollout else step for step in plan.steps]
+    assert plan.searched is not None
+    faster = replace(plan.searched.alternatives[0], seconds=plan.predicted.seconds * 0.99)
+    why = "a tie: gen:d8t4 is predicted 1.0% faster, less than the model can tell apart (2.0%); this plan is simpler"
+    searched = replace(plan.searched, alternatives=(faster,), tie=0.02, why_simpler=why)
+    page = plan_html(replace(plan, steps=tuple(steps), searched=searched))
+    assert "slots at work" in page and "the longest responses decide; a lower cap or Async helps" in page
+    assert "A tie: gen:d8t4 is predicted 1.0% faster" in page
+    assert "slots at work" not in plan_html(plan) and "A tie:" not in plan_html(plan)
+
+
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
     main = page[page.index("<main") :]
     for section in re.findall(r"<section.*?</section>", main, re.DOTALL):
