@@ -219,8 +219,8 @@ def _dataflow(flow: Dataflow) -> Markup:
         "Nodes of the flow, by the mesh they run on. Crossed out is what nothing needs: it is not computed, and columns "
         "that nothing reads are not moved. Click an edge for its columns."
         if flow.has_graph
-        else "Computations of the plan, by the mesh they run on. Give the flow to see its nodes and columns: "
-        "plan.to_html(graph=flow)."
+        else "Computations of the plan, by the mesh they run on. The file of a plan has no flow: flowrl plan FILE --html PAGE, "
+        "with what it was planned from, draws nodes and columns too; in Python, plan.to_html(graph=flow)."
     )
     return join(
         tag("p", words, class_="lead"), tag("ul", *items, class_="legend"), tag("figure", flowchart(flow)),

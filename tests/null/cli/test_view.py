@@ -56,7 +56,9 @@ def test_another_file_and_less_of_it(cli: Cli, folder: Path) -> None:
 def test_a_plan(cli: Cli, folder: Path, plan_file: Path) -> None:
     found = cli("view", str(plan_file))
     assert found.code == 0
-    assert "Plan rloo" in (folder / "plan.html").read_text(encoding="utf-8")
+    page = (folder / "plan.html").read_text(encoding="utf-8")
+    assert "Plan rloo" in page
+    assert "flowrl plan FILE --html PAGE" in page, "what this command cannot draw, another one can"
 
 
 def test_runs_over_each_other(cli: Cli, folder: Path) -> None:
