@@ -180,8 +180,12 @@ def _line(edge: Flows, points: list[tuple[float, float]], index: int) -> Markup:
         tag("path", d=d, class_="line", marker_end=f"url(#arrow-{edge.kind})"),
         class_=classes,
         data_edge=index,
-        data_k=" ".join(str(bar.index) for bar in edge.moves) or None,
+        data_k=_moved_by(edge),
     )
+
+
+def _moved_by(edge: Flows) -> str | None:
+    return " ".join(str(bar.index) for bar in edge.moves) or None
 
 
 def _curved(points: list[tuple[float, float]]) -> str:
@@ -220,10 +224,12 @@ def _label(frame: _Frame, edge: Flows, points: list[tuple[float, float]], index:
             frame.labels.append(box)
             return tag(
                 "g",
+                tag("title", tip_of(edge)),
                 rect(box[0], box[1], wide, 16, rx=8, class_="chip"),
                 text(x, y + 4, words, class_="chiptext", text_anchor="middle"),
                 class_=f"edgelabel {edge.kind}",
                 data_edge=index,
+                data_k=_moved_by(edge),
             )
     return None
 

@@ -475,6 +475,15 @@ def test_what_was_pruned_is_shown_as_pruned(planned: Plan) -> None:
     assert "policy t → t+1" in page
 
 
+def test_the_label_of_an_edge_says_what_its_line_does(planned: Plan) -> None:
+    page = planned.to_html(graph=tiny)
+    found = re.findall(r'<g class="(edge|edgelabel) [^"]*"([^>]*)><title>(.*?)</title>', page, re.DOTALL)
+    lines = {attributes: title for name, attributes, title in found if name == "edge"}
+    labels = [(attributes, title) for name, attributes, title in found if name == "edgelabel"]
+    assert labels and all(lines[attributes] == title for attributes, title in labels)
+    assert len(labels) == page.count('class="edgelabel ')
+
+
 def test_a_plan_of_another_flow_is_refused(planned: Plan) -> None:
     with pytest.raises(ConfigError, match="give the flow that was planned"):
         large().to_html(graph=tiny)
