@@ -101,7 +101,8 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     print(
         f"\nheld-out reward: {before:.3f} after the warm-up, {after:.3f} after GRPO ({time.perf_counter() - start:.0f} s in all)"
     )
-    print(f"results: {run.path} (metrics.jsonl, samples.jsonl, graph.txt); look with: flowrl runs show {run.path}")
+    print(f"results: {run.path} (metrics.jsonl, samples.jsonl, graph.txt)")
+    print(f"look with: flowrl runs show {run.path}, or as a page of curves and responses: flowrl view {run.path}")
     return before, after
 
 

@@ -51,6 +51,7 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert (
         "checks: 0 problems" in shown and "step 2/2" in shown and "held-out reward" in shown and str(tmp_path) in shown
     )
+    assert f"flowrl view {tmp_path}" in shown.rstrip().rpartition("\n")[2]
 
 
 def test_what_clusters_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
