@@ -22,8 +22,7 @@ from flowrl.planner.tasks import Lane, StepKind
 from flowrl.planner.workload import Workload
 from flowrl.viz.mermaid import sort_of, words_of
 from flowrl.viz.palette import KINDS as STEP_KINDS
-from flowrl.viz.scene import Bar, Scene, called
-from flowrl.viz.units import ranges
+from flowrl.viz.scene import Bar, Scene, called, cpus_of
 
 DATA, WEIGHTS, CONTROL = "data", "weights", "control"
 NOWHERE = "inputs, and work outside of meshes"
@@ -158,8 +157,7 @@ def _band(plan: Plan, bars: Sequence[Bar]) -> str:
         return NOWHERE
     step = bars[0].step
     if Lane.HOST in step.lanes:
-        nodes = step.mesh.nodes(plan.cluster.devices_per_node)
-        return f"CPUs of node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
+        return cpus_of(step.mesh.nodes(plan.cluster.devices_per_node))
     return called(plan, step.mesh.devices)
 
 

@@ -125,8 +125,14 @@ def called(plan: Plan, devices: Iterable[int]) -> str:
     return f"{name}: {shown}" if name else shown
 
 
+def cpus_of(nodes: list[int] | range) -> str:
+    return f"CPUs of node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
+
+
 def place_of(plan: Plan, step: Step) -> str:
-    """Where a step runs, in words: "A: devices 0–7", or from where to where it moves."""
+    """Where a step runs, in words: "A: devices 0–7", "CPUs of node 0", or from where to where it moves."""
+    if set(step.lanes) == {Lane.HOST}:
+        return cpus_of(step.mesh.nodes(plan.cluster.devices_per_node))
     here = called(plan, step.mesh.devices)
     if step.source is None or list(step.source.devices) == list(step.mesh.devices):
         return here
@@ -169,7 +175,7 @@ def _host_groups(plan: Plan, bars: Sequence[Bar], found: Schedule) -> list[Group
     for indices, nodes in by_steps.items():
         devices = tuple(node * per_node + one for node in nodes for one in range(per_node))
         track = _track(plan, Lane.HOST, [bars[index] for index in indices], bars, found)
-        groups.append(Group(f"CPUs of node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}", devices, (track,)))
+        groups.append(Group(cpus_of(nodes), devices, (track,)))
     return groups
 
 

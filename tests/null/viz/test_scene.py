@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flowrl.planner.tasks import Hold, Lane
+from flowrl.viz.gantt import tip_of
 from flowrl.viz.palette import CATEGORIES, DARK, HUES, LIGHT, OTHER, category_of
-from flowrl.viz.scene import roles_of, scene
+from flowrl.viz.scene import place_of, roles_of, scene
 from flowrl.viz.stacks import stacks
 from flowrl.viz.versions import versions
 from tests.null.viz.cases import hostile, large
@@ -49,6 +50,16 @@ def test_gaps_say_what_they_wait_for() -> None:
 def test_cpus_of_nodes_are_groups_of_their_own() -> None:
     names = [group.name for group in scene(large()).groups]
     assert names == ["A: devices 0–31", "B: devices 32–63", "CPUs of nodes 0–3", "CPUs of nodes 4–7"]
+
+
+def test_a_step_of_cpus_is_at_the_cpus_wherever_it_is_named() -> None:
+    plan = large()
+    drawn = scene(plan)
+    for name, place in (("math_reward", "CPUs of nodes 0–3"), ("rollout", "A: devices 0–31")):
+        bar = drawn.bar(name)
+        assert place_of(plan, bar.step) == place and place in tip_of(drawn, bar)
+        group = next(group for group in drawn.groups if any(bar in track.bars for track in group.tracks))
+        assert group.name == place
 
 
 def test_layers_add_up_to_what_the_simulator_counts() -> None:
