@@ -28,7 +28,7 @@ from flowrl.viz.gantt import gantt
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.memory import memory_chart
 from flowrl.viz.overlap import Overlap, overlap, why_apart
-from flowrl.viz.palette import KINDS, swatch
+from flowrl.viz.palette import KINDS, named, swatch
 from flowrl.viz.residuals import residuals, sentence, table as residual_table, terms
 from flowrl.viz.scene import GREY, Scene, place_of, scene
 from flowrl.viz.stacks import Stack, overlapping_stacks, stacks, used
@@ -195,7 +195,7 @@ def _peaks(found: tuple[Stack, ...]) -> Markup:
     rows = []
     for stack in found:
         usage = stack.usage
-        parts = ", ".join(f"{what} {units.size(num_bytes)}" for what, num_bytes in usage.parts)
+        parts = ", ".join(f"{named(what)} {units.size(num_bytes)}" for what, num_bytes in usage.parts)
         cells = (
             tag("td", units.size(usage.peak_bytes), class_="num"),
             tag("td", units.size(stack.cap_bytes), class_="num"),

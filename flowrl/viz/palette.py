@@ -86,6 +86,14 @@ def category_of(hold: Hold) -> Category:
     return next((known[word] for word in reversed(_WORD.findall(hold.what.lower())) if word in known), OTHER)
 
 
+def named(what: str) -> str:
+    """The name of a hold with the words of its category: "gen cache" is "gen KV cache", as legends have it."""
+    found = next((one for one in CATEGORIES for word in one.words if what.endswith(f" {word}")), None)
+    if found is None or found.name in what:
+        return what
+    return f"{what.rpartition(' ')[0]} {found.name}"
+
+
 def css() -> str:
     """The variables, for a light and a dark page, and a class for each hue."""
     light = "".join(f"--f{i}:{fill};--s{i}:{stroke};" for i, (fill, stroke) in enumerate(LIGHT))

@@ -15,7 +15,7 @@ from flowrl.planner.simulate import period
 from flowrl.planner.steps import Step
 from flowrl.planner.tasks import Lane
 from flowrl.viz import units
-from flowrl.viz.palette import KINDS, LANES
+from flowrl.viz.palette import KINDS, LANES, named
 from flowrl.viz.scene import Scene
 from flowrl.viz.stacks import Stack
 from flowrl.viz.svg import Markup, join, tag
@@ -188,7 +188,7 @@ def _memory(name: str, stacks: tuple[Stack, ...], capacity: int) -> Figure:
     note = f"predicted peak of {fullest.name}{when}"
     if fullest.usage.parts:
         what, num_bytes = fullest.usage.parts[0]
-        note += f"; largest part: {what} with {units.size(num_bytes)}"
+        note += f"; largest part: {named(what)} with {units.size(num_bytes)}"
     return Figure(name, f"{units.size(peak)} of {units.size(capacity)}", note, peak / capacity)
 
 

@@ -134,6 +134,12 @@ def test_the_bottleneck_may_be_the_staleness_allowed() -> None:
     assert card.value == "staleness allowed" and "2 may be under way" in card.note
 
 
+def test_parts_of_memory_are_called_as_in_the_legend() -> None:
+    page = plan_html(split())
+    assert "largest part: gen KV cache with 30.0 GiB" in page and "gen engine weights 4.0 GiB" in page
+    assert ">gen cache" not in page and "with gen cache" not in page
+
+
 def test_the_step_that_moves_most_is_named() -> None:
     plan = split()
     card = next(one for one in figures(scene(plan), *stacks(plan)) if one.name == "moves most")

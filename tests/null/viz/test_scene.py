@@ -6,7 +6,7 @@ import pytest
 
 from flowrl.planner.tasks import Hold, Lane
 from flowrl.viz.gantt import tip_of
-from flowrl.viz.palette import CATEGORIES, DARK, HUES, LIGHT, OTHER, category_of
+from flowrl.viz.palette import CATEGORIES, DARK, HUES, LIGHT, OTHER, category_of, named
 from flowrl.viz.scene import place_of, roles_of, scene
 from flowrl.viz.stacks import stacks
 from flowrl.viz.versions import versions
@@ -60,6 +60,18 @@ def test_a_step_of_cpus_is_at_the_cpus_wherever_it_is_named() -> None:
         assert place_of(plan, bar.step) == place and place in tip_of(drawn, bar)
         group = next(group for group in drawn.groups if any(bar in track.bars for track in group.tracks))
         assert group.name == place
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("gen cache", "gen KV cache"), ("gen weights", "gen engine weights"), ("ref gathered", "ref gathered layers"),
+        ("KV cache", "KV cache"), ("policy optimizer, parked", "policy optimizer, parked"), ("cache", "cache"),
+        ("device context", "device context"), ("gathered layers", "gathered layers"), ("rows buffers", "rows buffers"),
+    ],
+)  # fmt: skip
+def test_holds_are_named_as_their_category(what: str, said: str) -> None:
+    assert named(what) == said
 
 
 def test_layers_add_up_to_what_the_simulator_counts() -> None:
