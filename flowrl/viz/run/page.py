@@ -78,7 +78,7 @@ def run_html(
     metrics = _merged(folder.metrics(), held.metrics)
     shown = charts(metrics)
     parts = [section("curves", "Curves", _curves(shown)), *_time_parts(folder)]
-    parts.append(section("responses", "Responses", _responses(folder, found, held, is_live=is_live)))
+    parts.append(section("responses", "Responses", _responses(folder, found, held, pieces, is_live=is_live)))
     if notes := folder.notes():
         parts.append(section("notes", "Notes", _notes(notes)))
     parts += [section("metrics", "Metrics as a table", _metrics_table(metrics)), *_flow_parts(folder)]
@@ -344,13 +344,21 @@ def _steps_words(count: int, is_warm: bool) -> str:
 # --------------------------------------------------------------------------------------------------------- responses
 
 
-def _responses(folder: RunFolder, found: Responses, held: Held, *, is_live: bool) -> Markup:
-    words = tag("p", _held_words(found, held, is_live=is_live), class_="lead", data_fresh="held")
+def _responses(folder: RunFolder, found: Responses, held: Held, pieces: Pieces | None, *, is_live: bool) -> Markup:
+    said = _held_words(found, held, is_live=is_live)
+    if found.is_recorded and pieces is None and (is_live or held.steps_with_tokens):
+        said += (
+            " No tokenizer of the run is on this machine, so coloured tokens are shown as their ids, such as ⟨17⟩; with "
+            "flowrl view --tokenizer FOLDER they are text."
+        )
+    words = tag("p", said, class_="lead", data_fresh="held")
     samples = folder.samples()
     picks = samples[-FEW:]
     plain = [_sample(one) for one in picks]
     said = f"The last {len(plain)} of the samples that the run kept:" if plain else "The run kept no samples."
-    static = tag("div", tag("p", said, class_="lead"), *plain, id="samples")
+    needs = "Advantages, parts of rewards, tokens and the other responses need JavaScript, which is off."
+    off = tag("noscript", tag("p", needs, class_="lead")) if found.is_recorded else None
+    static = tag("div", off, tag("p", said, class_="lead"), *plain, id="samples")
     return join(words, tag("div", id="viewer"), static)
 
 
