@@ -76,10 +76,12 @@ def looked_at(plan: Plan) -> str:
         if one.is_exhaustive
         else f"a part of its search space, at random with the seed {one.seed}"
     )
+    shown = " What is shown beside the chosen plan was looked for afterwards, and these numbers are without it."
     return (
-        f"The search went through {how}: {_counted(one.placements, 'placement')}, {_counted(one.simulated, 'plan')} simulated, "
-        f"{_counted(one.pruned, 'branch', 'branches')} left out because a bound showed that the best of them loses, "
-        f"{_counted(one.unfit, 'placement')} where nothing fits. All seconds and bytes are predicted."
+        f"To find the fastest plan the search went through {how}: {_counted(one.placements, 'split')} of the devices into "
+        f"meshes, {_counted(one.simulated, 'plan')} simulated, {_counted(one.pruned, 'branch', 'branches')} left out because a "
+        f"bound showed that the best of them loses, {_counted(one.unfit, 'split')} where nothing fits."
+        f"{shown if one.alternatives else ''} All seconds and bytes are predicted."
     )
 
 

@@ -24,6 +24,7 @@ from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen, seen
 from flowrl.viz.single import PICTURES
 from flowrl.viz.svg import clean
+from flowrl.viz.why import looked_at
 from tests.null.viz.cases import GIB, HOSTILE, compute, hostile as hostile_plan, large, move
 
 MOST_BYTES = 400_000
@@ -191,6 +192,16 @@ def test_slots_that_wait_and_a_tie_are_said_as_on_the_command_line() -> None:
     assert "slots at work" in page and "the longest responses decide; a lower cap or Async helps" in page
     assert "A tie: gen:d8t4 is predicted 1.0% faster" in page
     assert "slots at work" not in plan_html(plan) and "A tie:" not in plan_html(plan)
+
+
+def test_the_search_is_not_counted_by_what_is_shown() -> None:
+    plan = large()
+    assert plan.searched is not None
+    few = replace(plan.searched, placements=2, simulated=1, unfit=1)
+    said = looked_at(replace(plan, searched=few))
+    assert "2 splits of the devices into meshes, 1 plan simulated" in said and "1 split where nothing fits" in said
+    assert "shown beside the chosen plan was looked for afterwards" in said
+    assert "afterwards" not in looked_at(replace(plan, searched=replace(few, alternatives=())))
 
 
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
