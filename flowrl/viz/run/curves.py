@@ -67,10 +67,26 @@ class Line:
     """(step, value), finite, by step."""
     spread: tuple[Point, ...] = ()
     """Standard deviation at steps; drawn as a band around the line."""
+    least: tuple[Point, ...] = ()
+    most: tuple[Point, ...] = ()
+    """Of the values whose mean the line is; the band ends there, as a deviation below rewards that are never below 0 is none."""
     label: str = ""
     """What it is called in the legend; empty: its name."""
     hue: int | None = None
     """None: by its place in the chart."""
+
+    def band(self) -> dict[int, tuple[float, float]]:
+        """Step -> from where to where the band reaches."""
+        spread, least, most = dict(self.spread), dict(self.least), dict(self.most)
+        found = {}
+        for step, value in self.points:
+            off = spread.get(step, 0.0)
+            low, high = max(value - off, least.get(step, -math.inf)), min(value + off, most.get(step, math.inf))
+            found[step] = (
+                min(low, value),
+                max(high, value),
+            )  # a mean is rounded, and may be beside a least value that equals it
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +115,10 @@ def charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[Chart, ...]:
         if title is None:
             rest.append(name)
         else:
-            spread = name.removesuffix("/mean") + "/std"
-            has_spread = name.endswith("/mean") and spread in points and name.count("/") == 1
-            found.setdefault(title, []).append(Line(name, points[name], points[spread] if has_spread else ()))
+            base = name.removesuffix("/mean")
+            has_spread = name.endswith("/mean") and f"{base}/std" in points and name.count("/") == 1
+            std, least, most = (points.get(f"{base}/{one}", ()) if has_spread else () for one in ("std", "min", "max"))
+            found.setdefault(title, []).append(Line(name, points[name], std, least=least, most=most))
     made = [Chart(title, unit, tuple(found[title])) for title, unit, _ in _PATTERNS if title in found]
     made += [Chart(name, "", (Line(name, points[name]),), is_main=False) for name in sorted(rest)]
     return tuple(made)
@@ -201,10 +218,9 @@ def _drawing(chart: Chart, number: int) -> Markup:
 def _line(frame: _Frame, one: Line, hue: int, dash: str) -> Iterator[Markup]:
     points = thinned(one.points)
     if one.spread and len(points) > 1:
-        at = dict(one.spread)
-        edge = [(step, value, at.get(step, 0.0)) for step, value in points]
-        upper = [frame.place(step, value + spread) for step, value, spread in edge]
-        lower = [frame.place(step, value - spread) for step, value, spread in reversed(edge)]
+        band = one.band()
+        upper = [frame.place(step, band[step][1]) for step, _ in points]
+        lower = [frame.place(step, band[step][0]) for step, _ in reversed(points)]
         yield tag("path", d=f"{_path(upper)}{_path(lower).replace('M', 'L', 1)}Z", class_=f"band-of d{hue}")
     smooth = smoothed(one.points)
     faint = " faint" if smooth else ""
@@ -237,8 +253,7 @@ class _Frame:
         points = [point for one in chart.lines for point in one.points]
         values = [value for _, value in points]
         for one in chart.lines:
-            at = dict(one.spread)
-            values += [value + sign * at.get(step, 0.0) for step, value in one.points for sign in (-1, 1)]
+            values += [edge for edges in one.band().values() for edge in edges]
         low, high = min(values), max(values)
         if low > 0 and low < 0.5 * high:
             low = 0.0
@@ -253,9 +268,15 @@ class _Frame:
         height = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return LEFT + part * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - height * (HEIGHT - BOTTOM - TOP)
 
+    def step(self) -> float:
+        """Between the ticks of values: few of them, and two at least, as one gives no scale."""
+        found = [units.step_of(self.high - self.low, wanted) or 1.0 for wanted in (3, 4, 5, 6)]
+        two = (one for one in found if math.floor(self.high / one + 1e-9) - math.ceil(self.low / one - 1e-9) >= 1)
+        return next(two, found[-1])
+
     def grid(self) -> Markup:
-        pieces = []
-        step = units.step_of(self.high - self.low, 3) or 1.0
+        pieces: list[Markup] = []
+        step = self.step()
         at = math.ceil(self.low / step - 1e-9)
         while at * step <= self.high + 1e-9 * step:
             _, y = self.place(self.first, at * step)
@@ -281,9 +302,10 @@ def told(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """As "0.25", "12k", "1e-06"."""
+    """As "0.25", "12k", "2.5e-4"."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
-        return f"{value:.2g}"
+        digits, _, power = f"{value:.1e}".partition("e")
+        return f"{digits.removesuffix('.0')}e{int(power)}"
     if abs(value) >= 1e4:
         return f"{value / 1e3:,.4g}k"
     return f"{value:.4g}"

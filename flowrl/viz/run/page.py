@@ -194,7 +194,8 @@ def _curves(shown: Sequence[Chart]) -> Markup:
         return tag("p", "No step has ended yet.", class_="lead")
     main = [one for one in shown if one.is_main]
     rest = [one for one in shown if not one.is_main]
-    words = "By step; the number beside a name is its last value. A band is one standard deviation over the step's responses. "
+    words = "By step; the number beside a name is its last value. A band is one standard deviation over the step's responses, "
+    words += "within their least and greatest. "
     words += (
         "Long curves are thin, with the mean of neighbouring steps drawn over them. Point at a chart to read a step."
     )

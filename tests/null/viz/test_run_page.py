@@ -22,7 +22,7 @@ from flowrl.runtime.rundir import RunDir
 from flowrl.trace import Event, TraceWriter, read_trace
 from flowrl.viz.frame import LIVE_POLICY, POLICY, asset
 from flowrl.viz.run.compare import compare_html
-from flowrl.viz.run.curves import SMOOTHED_FROM, charts, compared, smoothed, thinned
+from flowrl.viz.run.curves import SMOOTHED_FROM, Chart, Line, charts, compared, gallery, smoothed, thinned
 from flowrl.viz.run.page import run_html
 from flowrl.viz.run.responses import Responses, hold, spread_order
 from flowrl.viz.svg import clean
@@ -346,6 +346,30 @@ def test_what_is_not_finite_is_no_point() -> None:
     ]
     ((line,),) = [chart.lines for chart in charts(rows)]
     assert line.points == ((1, 2.0),)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(-0.85, 0.85), (0.0, 0.99), (0.0002, 0.00031), (-1e-8, 2e-9), (0.9, 1.1), (-3e-4, 2e-4), (0.0, 7.9e6), (5.0, 5.0)],
+)
+def test_an_axis_has_two_ticks_that_are_read_whole(values: tuple[float, float]) -> None:
+    drawing = gallery([Chart("x", "", (Line("x", ((0, values[0]), (1, values[1]))),))])
+    ticks = re.findall(
+        r'<text class="tick" text-anchor="end"[^>]*>([^<]*)<|<text[^>]*text-anchor="end"[^>]*>([^<]*)<', drawing
+    )
+    words = [one or other for one, other in ticks]
+    assert 2 <= len(words) <= 6 and not any("…" in one for one in words), words
+    assert len(set(words)) == len(words)
+
+
+def test_a_band_ends_where_the_values_do() -> None:
+    rows = [{"step": n, "reward/mean": 0.1, "reward/std": 0.3, "reward/min": 0.0, "reward/max": 1.0} for n in range(2)]
+    (chart,) = [one for one in charts(rows) if one.title == "Reward"]
+    assert chart.lines[0].band()[0] == (0.0, pytest.approx(0.4))
+    bare = [{"step": 0, "reward/mean": 0.1, "reward/std": 0.3}]
+    assert charts(bare)[0].lines[0].band()[0] == (pytest.approx(-0.2), pytest.approx(0.4)), (
+        "nobody says what the least was"
+    )
 
 
 def test_thinned_lines_keep_their_spikes() -> None:
