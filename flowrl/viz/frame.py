@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 """Content-Security-Policy of a page: nothing is loaded, from the network or from files beside it."""
 LIVE_POLICY = f"{POLICY}; connect-src 'self'"
 """Of a page that is served while its run goes on: it may ask who served it for what is new."""
+_CELL = re.compile(r'<t[hd]\b(?:[^>]*? class="([^"]*)")?[^>]*>')
+"""A cell of a table, with its class."""
 
 
 class Part(NamedTuple):
@@ -109,7 +112,12 @@ def legend(mark: Markup, name: str, kind: str = "", value: str = "") -> Markup:
 
 
 def table(head: Sequence[str], rows: Iterable[Markup]) -> Markup:
-    return tag("table", tag("thead", tag("tr", *(tag("th", word, scope="col") for word in head))), tag("tbody", *rows))
+    """Rows are `tr`s; the head of a column of numbers stands over them, to the right."""
+    rows = tuple(rows)
+    cells = _CELL.findall(rows[0]) if rows else []
+    kinds = ["num" if one == "num" else None for one in cells] + [None] * len(head)
+    heads = (tag("th", word, scope="col", class_=kind) for word, kind in zip(head, kinds, strict=False))
+    return tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows))
 
 
 def folded(words: str, inside: Markup) -> Markup:

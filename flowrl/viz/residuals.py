@@ -128,7 +128,11 @@ def terms(scene: Scene, measured: Comparison) -> Markup | None:
     left = tag("ul", *(tag("li", line) for line in found.left))
     return join(
         tag("p", words, class_="lead"),
-        html_table(("term", "measured against predicted"), rows),
-        html_table(("figure of the cluster", "in the plan", "would fit"), figures) if figures else None,
+        _scrolled(html_table(("term", "measured against predicted"), rows)),
+        _scrolled(html_table(("figure of the cluster", "in the plan", "would fit"), figures)) if figures else None,
         folded("What no term stands for", left) if found.left else None,
     )
+
+
+def _scrolled(inside: Markup) -> Markup:
+    return tag("div", inside, class_="scroll")

@@ -20,12 +20,12 @@ from flowrl.errors import ConfigError
 from flowrl.planner.measured import compare_run
 from flowrl.runtime.rundir import RunDir
 from flowrl.trace import Event, TraceWriter, read_trace
-from flowrl.viz.frame import LIVE_POLICY, POLICY, asset
+from flowrl.viz.frame import LIVE_POLICY, POLICY, asset, table
 from flowrl.viz.run.compare import compare_html
 from flowrl.viz.run.curves import SMOOTHED_FROM, Chart, Line, charts, compared, gallery, smoothed, thinned
 from flowrl.viz.run.page import run_html
 from flowrl.viz.run.responses import Responses, hold, spread_order
-from flowrl.viz.svg import clean
+from flowrl.viz.svg import clean, tag as element
 from tests.null.runtime.plans import calls, compute, plan_of
 from tests.null.viz.run_cases import BROKEN_BYTES, HOSTILE, LONG_TOKENS, SCRIPT, as_bytes, hostile_run, plain_run
 from tests.null.viz.test_page import read
@@ -318,6 +318,14 @@ def test_a_figure_says_of_which_steps_it_is_the_mean(tmp_path: Path, steps: int,
     page = run_html(folder).partition("<nav")[0]
     assert said in page and "1 tokens" not in page and "1 token" in page
     assert ("of the first" in page) is (steps > 10)
+
+
+def test_heads_stand_over_their_numbers() -> None:
+    cells = element("td", "<td>", class_="num", data_k=1), element("td", "x")
+    row = element("tr", element("th", "a", scope="row"), *cells)
+    heads = re.findall(r"<th([^>]*)>(\w*)<", table(("name", "number", "words"), [row]).partition("<tbody")[0])
+    assert [name for attributes, name in heads if 'class="num"' in attributes] == ["number"]
+    assert "<th" in table(("name",), []), "a table without rows has its head"
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
