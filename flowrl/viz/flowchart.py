@@ -19,6 +19,8 @@ TOP = 62.0
 SIDE = 14.0
 LONGEST = 280.0
 """Width of a label on an edge."""
+TIGHT = 0.85
+"""Of the room in a box: where reckoned letters take more, those of another font may not fit."""
 LANE = 15.0
 """Room that an edge to the next iteration takes at the side."""
 
@@ -111,12 +113,12 @@ def _box(frame: _Frame, point: Point) -> Markup:
     if point.bars:
         took = units.seconds(point.seconds)
         layout = next((f" · {bar.step.layout}" for bar in point.bars if bar.step.layout is not None), "")
-        shown.append(text(x + 12, y + 39, fitted(took + layout, width - 20, size=11), class_="sub"))
+        shown.append(_second(x, y, took + layout, width))
     elif point.why_pruned:
-        shown.append(text(x + 12, y + 39, fitted("left out", width - 20, size=11), class_="sub"))
+        shown.append(_second(x, y, "left out", width))
     elif rest or point.sort in ("model", "table"):
         words = rest[0] if rest else {"model": "model", "table": "data"}[point.sort]
-        shown.append(text(x + 12, y + 39, fitted(words, width - 20, size=11), class_="sub"))
+        shown.append(_second(x, y, words, width))
     look = "pruned" if point.why_pruned else f"f{point.hue}" if point.hue is not None else f"sort-{point.sort}"
     bars = " ".join(str(bar.index) for bar in point.bars)
     is_critical = any(bar.is_critical for bar in point.bars)
@@ -131,6 +133,14 @@ def _box(frame: _Frame, point: Point) -> Markup:
         data_k=bars or None,
         data_r=point.bars[0].role if point.bars else None,
     )
+
+
+def _second(x: float, y: float, words: str, width: float) -> Markup:
+    """The second line of a box. What fills it is held to its reckoned width: letters of a reader's font may be wider."""
+    room = width - 20
+    shown = fitted(words, room, size=11)
+    wide = width_of(shown, size=11)
+    return text(x + 12, y + 39, shown, class_="sub", textlength=wide if wide > TIGHT * room else None)
 
 
 def _tip(point: Point) -> str:

@@ -60,6 +60,9 @@ def memory_chart(
         f"peak {units.size(usage.peak_bytes)} of {units.size(stack.cap_bytes)} (predicted), {units.size(abs(free))} "
         f"{'free' if free >= 0 else 'too much'}{', ' if stack.when else ''}{stack.when}"
     )
+    most_of = max(stack.layers, key=lambda layer: layer.at(usage.peak_s), default=None)
+    if most_of is not None and len(stack.layers) > 1:  # also where its stretch is too short for its name
+        words += f"; largest: {most_of.category.name}, {units.size(most_of.at(usage.peak_s))}"
     cap_y = TOP if is_small else bottom - stack.cap_bytes * scale
     cap_words = f"all there is: {units.size(stack.cap_bytes)}{', far above this picture ↑' if is_small else ''}"
     peak_x, peak_y = axis.x(usage.peak_s), bottom - usage.peak_bytes * scale

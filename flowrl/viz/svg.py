@@ -20,7 +20,8 @@ VOID = frozenset({"meta", "br", "input"})
 """HTML elements that have no end."""
 
 _CASED = {"viewbox": "viewBox", "patternunits": "patternUnits", "markerwidth": "markerWidth", "markerheight": "markerHeight",
-          "markerunits": "markerUnits", "refx": "refX", "refy": "refY", "preserveaspectratio": "preserveAspectRatio"}  # fmt: skip
+          "markerunits": "markerUnits", "refx": "refX", "refy": "refY", "preserveaspectratio": "preserveAspectRatio",
+          "textlength": "textLength"}  # fmt: skip
 """Attributes of SVG that are not all small letters."""
 
 Scalar = str | int | float

@@ -19,6 +19,8 @@ from flowrl.planner.steps import Plan
 from flowrl.planner.tasks import Hold, Lane, StepKind
 from flowrl.planner.views import VIEWS, view
 from flowrl.trace import Event
+from flowrl.viz.dataflow import Dataflow, Point
+from flowrl.viz.flowchart import flowchart
 from flowrl.viz.frame import POLICY, asset
 from flowrl.viz.html import notebook_html, plan_html
 from flowrl.viz.measured import Seen, seen
@@ -202,6 +204,15 @@ def test_the_search_is_not_counted_by_what_is_shown() -> None:
     assert "2 splits of the devices into meshes, 1 plan simulated" in said and "1 split where nothing fits" in said
     assert "shown beside the chosen plan was looked for afterwards" in said
     assert "afterwards" not in looked_at(replace(plan, searched=replace(few, alternatives=())))
+
+
+def test_the_largest_part_at_the_peak_has_a_name_in_the_picture(page: str) -> None:
+    said = [text for _, text in read(page).texts if text.startswith("peak ") and "of 80.0 GiB" in text]
+    assert said[0].endswith("during rollout; largest: KV cache, 42.0 GiB")
+    only = compute("update", Mesh(0, 1), 1.0, role="policy", holds=(Hold("policy activations", GIB),))
+    assert "largest: " not in plan_html(Plan.of("only", "ab12", Cluster.named("1xA100-80G"), [only])), (
+        "there is one part"
+    )
 
 
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
@@ -484,6 +495,19 @@ def test_what_was_pruned_is_shown_as_pruned(planned: Plan) -> None:
     ]
     assert len(pruned) == 2, "the reference model and its log-probabilities"
     assert "policy t → t+1" in page
+
+
+def test_what_fills_a_box_is_held_to_its_width() -> None:
+    words = "epochs=2, minibatches=4"
+    points = [Point("repeat", "choice", ("repeat", words), "", None, ())]
+    points += [Point(f"n{index}", "rows", (f"n{index}", "filter"), "", None, ()) for index in range(5)]
+    drawn = ElementTree.fromstring(flowchart(Dataflow(tuple(points), (), True)))
+    box = next(one for one in drawn.iter() if one.get("class") == "point")
+    frame = next(one for one in box if one.get("class") == "box sort-choice")
+    second = {one.text: one for one in drawn.iter() if one.get("class") == "sub"}
+    inside = float(frame.get("width") or 0) - 20
+    assert 0.85 * inside < float(second[words].get("textLength") or 0) <= inside
+    assert second["filter"].get("textLength") is None, "short words keep the width of their letters"
 
 
 def test_the_label_of_an_edge_says_what_its_line_does(planned: Plan) -> None:
