@@ -210,6 +210,10 @@
     }
     state.found = found;
     state.hits = rows;
+    const turned = (low, high) => low !== null && high !== null && low > high;
+    state.why = turned(want.from, want.until) ? `No response: steps from ${want.from} to ${want.until} are none, the first is the later one.`
+      : turned(want.low, want.high) ? `No response: a reward of at least ${want.low} and at most ${want.high} is none.`
+      : "No response fits; with fewer filters or other words there may be some.";
     state.pass = pass;
     if (!keepPage) state.page = 0;
     return show();
@@ -360,7 +364,8 @@
     const words = (name) => text.words[name]?.[row];
     const order = ["reward", "advantage"];
     const names = Object.keys(text.scores).filter((name) => name !== "temperature" && name !== "sample_index" && name !== "num_turns");
-    names.sort((a, b) => (order.indexOf(a) + 1 || 9) - (order.indexOf(b) + 1 || 9));
+    const last = ["min_policy_version", "max_policy_version"];
+    names.sort((a, b) => (order.indexOf(a) + 1 || (last.includes(a) ? 10 : 9)) - (order.indexOf(b) + 1 || (last.includes(b) ? 10 : 9)));
     const low = text.scores.min_policy_version?.[row], high = text.scores.max_policy_version?.[row];
     for (const name of names) {
       const value = text.scores[name][row];
@@ -422,8 +427,8 @@
     const mine = ++drawing, pages = Math.max(1, Math.ceil(state.found.length / PAGE));
     state.page = Math.max(0, Math.min(pages - 1, state.page));
     const some = state.found.slice(state.page * PAGE, state.page * PAGE + PAGE);
-    ui.said.textContent = `${state.hits.toLocaleString("en")} response${state.hits === 1 ? "" : "s"} in ${state.found.length.toLocaleString("en")} group${state.found.length === 1 ? "" : "s"}`;
-    ui.at.textContent = `page ${state.page + 1} of ${pages.toLocaleString("en")}`;
+    ui.said.textContent = !state.hits ? state.why : `${state.hits.toLocaleString("en")} response${state.hits === 1 ? "" : "s"} in ${state.found.length.toLocaleString("en")} group${state.found.length === 1 ? "" : "s"}`;
+    ui.at.textContent = state.hits ? `page ${state.page + 1} of ${pages.toLocaleString("en")}` : "";
     ui.back.disabled = state.page === 0;
     ui.next.disabled = state.page === pages - 1;
     const views = [];

@@ -73,7 +73,7 @@ def test_it_asks_for_nothing_and_complains_of_nothing(browser: Any, pages: dict[
 def test_the_page_is_not_wider_than_a_screen(browser: Any, pages: dict[str, Path]) -> None:
     for name in ("plain", "hostile", "compare"):
         browser.open(pages[name])
-        for width in (1280, 420):
+        for width in (1280, 420, 390):
             browser.send(
                 "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False
             )
@@ -106,6 +106,31 @@ def test_filters_and_search(browser: Any, pages: dict[str, Path]) -> None:
         "[...document.querySelectorAll('#viewer .row:not(.miss)')].map(r => r.querySelector('.fact b').textContent)"
     )
     assert shown and set(shown) == {"1"}
+    quiet(browser, pages["plain"])
+
+
+def test_no_hit_is_said_with_its_reason(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["plain"])
+    search(browser, "is nowhere")
+    assert said(browser) == "No response fits; with fewer filters or other words there may be some."
+    assert browser.run("document.getElementById('ask-at').textContent") == ""
+    search(browser, "")
+    choose(browser, "low", "1")
+    choose(browser, "high", "0.5")
+    assert said(browser) == "No response: a reward of at least 1 and at most 0.5 is none."
+    choose(browser, "from", "4")
+    choose(browser, "until", "2")
+    assert "the first is the later one" in said(browser)
+    quiet(browser, pages["plain"])
+
+
+def test_versions_come_after_scores(browser: Any, pages: dict[str, Path]) -> None:
+    opened(browser, pages["plain"])
+    names = browser.run(
+        "[...document.querySelector('#viewer .row .facts').children].map(f => f.firstChild.textContent.trim())"
+    )
+    assert names[:2] == ["reward", "advantage"] and names.index("version") > names.index("advantage")
+    assert names.index("style") < names.index("version"), names
     quiet(browser, pages["plain"])
 
 

@@ -65,7 +65,8 @@ def rows_of(
         "row_error": ["" if index % 5 else SCRIPT for index in range(len(flat))],
     }
     types = {name: STANDARD[name].type for name in columns}
-    return RowBatch(columns, types)
+    style = draw.random(len(flat)).astype(np.float32)  # a part of a reward, known after the versions
+    return RowBatch({**columns, "style": style}, {**types, "style": STANDARD["reward"].type})
 
 
 def hostile_run(root: Path) -> RunDir:
