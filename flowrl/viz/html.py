@@ -36,6 +36,7 @@ from flowrl.viz.svg import Markup, join, tag
 from flowrl.viz.verdict import UNCOUNTED, Figure, figures, strip, talks
 from flowrl.viz.versions import histogram, version_lane, versions
 from flowrl.viz.why import looked_at, pareto, table as rival_table
+from flowrl.viz.words import layout_words, offload_words
 
 MOST_CHARTS = 6
 """Memory charts of each sort; the fullest are drawn and the others are named."""
@@ -152,6 +153,8 @@ def _devices(drawn: Scene, on_devices: tuple[Stack, ...]) -> Markup:
         "stripes of one device take turns. Below them: the predicted peak of the device's memory. Point at a device for its "
         "ranks and bytes."
     )
+    if said := layout_words(drawn.plan):
+        words += f" {said}"
     return join(tag("p", words, class_="lead"), tag("figure", device_map(drawn, on_devices)))
 
 
@@ -246,6 +249,8 @@ def _why(plan: Plan) -> Markup:
     words = looked_at(plan)
     if plan.searched is not None and scatter is None:
         words += " No other plan came close enough to be kept."
+    if said := offload_words(plan):
+        words += f" {said}"
     figure = None if scatter is None else tag("figure", scatter)
     tied = plan.searched is not None and (plan.searched.tie or plan.searched.why_simpler)
     tie = tag("p", f"A tie: {line}.", class_="lead") if tied and (line := tie_line(plan)) else None

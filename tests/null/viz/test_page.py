@@ -27,6 +27,7 @@ from flowrl.viz.measured import Seen, seen
 from flowrl.viz.single import PICTURES
 from flowrl.viz.svg import clean
 from flowrl.viz.why import looked_at
+from flowrl.viz.words import layout_words, offload_words
 from tests.null.viz.cases import GIB, HOSTILE, compute, hostile as hostile_plan, large, move
 
 MOST_BYTES = 400_000
@@ -213,6 +214,33 @@ def test_the_largest_part_at_the_peak_has_a_name_in_the_picture(page: str) -> No
     assert "largest: " not in plan_html(Plan.of("only", "ab12", Cluster.named("1xA100-80G"), [only])), (
         "there is one part"
     )
+
+
+def test_letters_of_layouts_and_kinds_of_offload_are_explained() -> None:
+    plan = large()
+    page = plan_html(plan)
+    for words in (
+        "Layouts: d copies; f shards",
+        "t parts of each matrix",
+        "p stages of layers",
+        "2 copies, each in 4 parts",
+    ):
+        assert words in page
+    assert "@div" not in page and "Offload:" not in page, "this plan has neither"
+    assert plan.searched is not None
+    other = replace(
+        plan.searched.alternatives[0], placement="(f9:f8 + gen:t4d2@div)", why="'policy' offload none -> sopt"
+    )
+    step = compute("update", Mesh(0, 2), 1.0, role="f4", layout=Layout.parse("f2"))
+    step = replace(step, settings=(*step.settings, ("offload", "park")))
+    searched = replace(plan.searched, alternatives=(other,))
+    little = Plan.of("little", "ab12", Cluster.named("2xA100-80G"), [step], searched=searched)
+    assert "@div: the parts of a copy" in plan_html(little)
+    assert "park: what is not in use" in offload_words(little) and "; sopt: optimizer state" in offload_words(little)
+    assert "all:" not in offload_words(little)
+    alone = replace(little, searched=None)
+    assert layout_words(alone).startswith("Layouts: f shards") and "d copies" not in layout_words(alone)
+    assert layout_words(Plan.of("none", "ab12", Cluster.named("1xA100-80G"), [])) == ""
 
 
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
