@@ -220,10 +220,9 @@ def test_letters_of_layouts_and_kinds_of_offload_are_explained() -> None:
     plan = large()
     page = plan_html(plan)
     for words in (
-        "Layouts: d copies; f shards",
-        "t parts of each matrix",
-        "p stages of layers",
-        "2 copies, each in 4 parts",
+        "In layouts dN is N copies, fN is N shards",
+        "tN is N parts of each matrix",
+        "pN is N stages of layers",
     ):
         assert words in page
     assert "@div" not in page and "Offload:" not in page, "this plan has neither"
@@ -235,11 +234,11 @@ def test_letters_of_layouts_and_kinds_of_offload_are_explained() -> None:
     step = replace(step, settings=(*step.settings, ("offload", "park")))
     searched = replace(plan.searched, alternatives=(other,))
     little = Plan.of("little", "ab12", Cluster.named("2xA100-80G"), [step], searched=searched)
-    assert "@div: the parts of a copy" in plan_html(little)
+    assert "@div: parts of a matrix" in plan_html(little)
     assert "park: what is not in use" in offload_words(little) and "; sopt: optimizer state" in offload_words(little)
     assert "all:" not in offload_words(little)
     alone = replace(little, searched=None)
-    assert layout_words(alone).startswith("Layouts: f shards") and "d copies" not in layout_words(alone)
+    assert layout_words(alone).startswith("In layouts fN is N shards") and "dN" not in layout_words(alone)
     assert layout_words(Plan.of("none", "ab12", Cluster.named("1xA100-80G"), [])) == ""
 
 
