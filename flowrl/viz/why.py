@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowrl.planner.steps import Plan
 from flowrl.viz import units
 from flowrl.viz.frame import table as html_table
-from flowrl.viz.svg import Box, Markup, are_over, fitted, line, picture, tag, text, width_of
+from flowrl.viz.svg import Box, Markup, are_over, fitted, join, line, picture, rect, tag, text, width_of
 
 WIDTH, HEIGHT = 1120.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 30.0, 44.0
@@ -18,6 +18,9 @@ LEAST_CHANGE = 5e-4
 LEAST_SPREAD, MOST_SPREAD = 0.02, 2.0
 """Of the axis of memory: the least that it spans, as a part of the peak; and how far above the peaks, in spans, the capacity is
 at most where the picture has it."""
+
+TOGETHER = 6.0
+"""Pixels: marks that are nearer to each other in both directions cannot be told apart."""
 
 _FIGURES = re.compile(r"^[\d.,]+ m?s \([^)]*\)(?:; |$)")
 
@@ -191,12 +194,16 @@ def _bounds(peaks: list[int], capacity: int) -> tuple[float, float]:
 
 
 def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]], cap_box: Box) -> list[Markup]:
-    """A mark for each plan, its name beside it where that hides no other name."""
+    """A mark for each plan, its name beside it where that hides no other name. Plans in one place are named together there."""
     taken: list[Box] = [cap_box, *((x - 7, y - 7, x + 7, y + 7) for x, y in places)]
     made = []
+    named: set[str] = set()
     for one, (x, y) in zip(found, places, strict=True):
-        tip = f"{one.name}: {one.placement}\n{units.seconds(one.seconds)}, {units.size(one.device_bytes)} per device (predicted)"
-        tip += f"\n{one.why}" if one.why else ""
+        near = [
+            other for other, at in zip(found, places, strict=True) if max(abs(at[0] - x), abs(at[1] - y)) < TOGETHER
+        ]
+        here = [other for other in near if other is one or other.name not in named]
+        tip = "\n\n".join(map(_tip, near))  # all of them: one mark hides the others
         is_chosen = one is found[0]
         mark = (
             tag("path", d=f"M{x - 7:.1f},{y:.1f} l7,-7 l7,7 l-7,7 Z", class_="dot chosen")
@@ -204,14 +211,23 @@ def _dots(found: tuple[Rival, ...], places: list[tuple[float, float]], cap_box: 
             else tag("circle", cx=x, cy=y, r=5.0, class_=f"dot{' best' if one.is_best else ''}")
         )
         label: Markup | None = None
-        for words in (fitted(f"{one.name}: {one.placement}", 330, size=11), one.name):
+        together = ", ".join(other.name for other in here)
+        alone = (fitted(f"{one.name}: {one.placement}", 330, size=11), one.name)
+        for words in () if one.name in named else (together,) if len(here) > 1 else alone:
             box = _free(x, y, width_of(words, size=11), taken)
             if box is not None:
                 taken.append(box)
-                label = text(box[0], box[1] + 11, words, class_="dotname")
+                plate = rect(box[0] - 2, box[1], box[2] - box[0] + 4, box[3] - box[1], class_="plate")  # over lines
+                label = join(plate, text(box[0], box[1] + 11, words, class_="dotname"))
                 break
+        named |= {other.name for other in here}
         made.append(tag("g", tag("title", tip), mark, label, class_="rival", tabindex=0, role="listitem"))
     return made
+
+
+def _tip(one: Rival) -> str:
+    said = f"{one.name}: {one.placement}\n{units.seconds(one.seconds)}, {units.size(one.device_bytes)} per device (predicted)"
+    return f"{said}\n{one.why}" if one.why else said
 
 
 def _free(x: float, y: float, wide: float, taken: list[Box]) -> Box | None:

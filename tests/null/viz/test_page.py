@@ -242,6 +242,28 @@ def test_letters_of_layouts_and_kinds_of_offload_are_explained() -> None:
     assert layout_words(Plan.of("none", "ab12", Cluster.named("1xA100-80G"), [])) == ""
 
 
+def test_plans_in_one_place_of_the_picture_are_named_together() -> None:
+    plan = large()
+    assert plan.searched is not None
+    first, second, *rest = plan.searched.alternatives
+    twin = replace(second, seconds=first.seconds * 1.0001, device_bytes=first.device_bytes)
+    searched = replace(plan.searched, alternatives=(first, twin, *rest))
+    drawn = ElementTree.fromstring(replace(plan, searched=searched).to_svg(picture="pareto"))
+    space = "{http://www.w3.org/2000/svg}"
+    rivals = [one for one in drawn.iter() if one.get("class") == "rival"]
+    names = [one.text or "" for one in drawn.iter() if one.get("class") == "dotname"]
+    assert len(rivals) == len(searched.alternatives) + 1
+    assert "1, 2" in names and not any(name.startswith(("1:", "2:")) for name in names)
+    for one in rivals[1:3]:
+        tip = one.findtext(f"{space}title") or ""
+        assert "1: " in tip and "2: " in tip, "of two marks only the upper one is pointed at"
+    for one in rivals:
+        labels = [child for child in one if child.get("class") == "dotname"]
+        assert len(labels) == len([child for child in one if child.get("class") == "plate"]), (
+            "no line goes through a name"
+        )
+
+
 def test_predicted_is_said_where_numbers_are(page: str) -> None:
     main = page[page.index("<main") :]
     for section in re.findall(r"<section.*?</section>", main, re.DOTALL):
