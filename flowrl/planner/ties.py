@@ -83,7 +83,7 @@ def why_simpler(problem: Problem, best: Candidate, fastest: Candidate) -> str:
         "less tensor parallelism of trainers and frozen models",
         f"fewer layout changes ({one[4]} against {other[4]})",
         "less is offloaded",
-        f"less device memory ({one[6]} against {other[6]} GiB)",
+        f"less device memory ({best.peak_bytes / GIB:.1f} against {fastest.peak_bytes / GIB:.1f} GiB)",
         "faster",
     )
     at = next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(said) - 1)

@@ -34,7 +34,7 @@ class Usage:
     parts: tuple[tuple[str, int], ...]
     """What the peak consists of, the largest first, then by name."""
     during: tuple[str, ...]
-    """Tasks that run on it at that moment, by name."""
+    """Tasks that run on it at that moment, those that hold most first; without those that hold nothing, unless none does."""
 
     def at(self, moment_s: float) -> int:
         """Bytes from a moment on."""
@@ -184,7 +184,13 @@ def _usage(place: str, index: int, held: Sequence[_Interval], tasks: Sequence[Ta
     for one in held:
         if one.is_at(peak_s):
             parts[one.what] += one.num_bytes
-    running = [task.name for task in tasks if found.starts[task.name] <= peak_s < found.ends[task.name]]
+    running = {
+        task.name: sum(hold.device_bytes if place == "device" else hold.host_bytes for hold in task.holds)
+        for task in tasks
+        if found.starts[task.name] <= peak_s < found.ends[task.name]
+    }
+    if any(running.values()):  # rows on their way, say, only happen to be so at that time
+        running = {name: count for name, count in running.items() if count}
     return Usage(
         place,
         index,
@@ -192,5 +198,5 @@ def _usage(place: str, index: int, held: Sequence[_Interval], tasks: Sequence[Ta
         peaks[peak_s],
         peak_s,
         tuple(sorted(parts.items(), key=lambda part: (-part[1], part[0]))),
-        tuple(sorted(running)),
+        tuple(sorted(running, key=lambda name: (-running[name], name))),
     )

@@ -16,7 +16,7 @@ from flowrl.planner.steps import Step
 from flowrl.planner.tasks import Lane
 from flowrl.viz import units
 from flowrl.viz.palette import KINDS, LANES, named
-from flowrl.viz.scene import Scene
+from flowrl.viz.scene import Scene, called
 from flowrl.viz.stacks import Stack
 from flowrl.viz.svg import Markup, join, tag
 
@@ -114,6 +114,8 @@ def _bottleneck(scene: Scene) -> Figure:
     what = LANES[lane] if lane is not Lane.HOST else "the CPUs"
     most_of = max(track.bars, key=lambda bar: bar.end_s - bar.start_s)
     longest = f"longest is {most_of.step.name} with {units.seconds(most_of.end_s - most_of.start_s)}"
+    if lane is Lane.COMPUTE:  # of a mesh whose nodes differ in what they send, the track is that of one of them
+        name = called(plan, most_of.step.mesh.devices)
     if not plan.max_staleness:
         return Figure("bottleneck", f"{what}, {units.percent(part)} busy", f"predicted, of {name}; {longest}", part)
     if _is_bound_by_staleness(scene):
