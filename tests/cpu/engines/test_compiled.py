@@ -148,13 +148,14 @@ def test_without_a_compiler_it_says_so_before_it_runs(kit: Any, monkeypatch: pyt
         kit.open(kit.families["llama"](), "logprobs", compile=True, device="cpu")
 
 
-def test_a_limit_of_ones_own_is_kept(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 500)
-    kit.open(kit.families["llama"](), "logprobs", compile="eager")
-    assert torch._dynamo.config.recompile_limit == 500
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    kit.open(kit.families["llama"](), "logprobs", compile="eager")
-    assert torch._dynamo.config.recompile_limit == compiled.VARIANTS
+def test_a_limit_of_ones_own_is_kept(kit: Any) -> None:
+    # not by monkeypatch, which would delete the setting afterwards, for all that come later
+    with torch._dynamo.config.patch(recompile_limit=500):
+        kit.open(kit.families["llama"](), "logprobs", compile="eager")
+        assert torch._dynamo.config.recompile_limit == 500
+    with torch._dynamo.config.patch(recompile_limit=8):
+        kit.open(kit.families["llama"](), "logprobs", compile="eager")
+        assert torch._dynamo.config.recompile_limit == compiled.VARIANTS
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
