@@ -30,19 +30,17 @@ PyTorch's own limit, layers would run as they are."""
 
 
 def compile_layers(name: str, model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Compile each layer as `Model.compile` says; it happens when a layer first runs.
+    """Compile each layer as `Model.compile` says, which is not False; it happens when a layer first runs.
 
     Errors: ConfigError for a model without layers, or a backend that PyTorch does not know; EngineError for one whose compiler is
     not installed.
     """
-    if not model.compile:
-        return
     if not layers:
         raise ConfigError(
             f"model '{name}' has compile={model.compile!r}, which compiles layer by layer, and it has no list of layers "
             "(an nn.ModuleList); leave compile out"
         )
-    backend = _known(name, INDUCTOR if model.compile is True else model.compile)
+    backend = _known(name, INDUCTOR if isinstance(model.compile, bool) else model.compile)
     if backend == INDUCTOR:
         _refuse_without_compiler(name, device)
     limits = torch._dynamo.config

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,6 +90,8 @@ def refuse_untrained(name: str, model: Model, loaded: Loaded, uses: frozenset[st
 class TorchHost:
     """One model on one device. See `flowrl.engines.protocol.Host`."""
 
+    FORWARD: ClassVar[type[Forward]] = Forward
+
     def __init__(self, name: str, model: Model, loaded: Loaded, uses: frozenset[str]) -> None:
         self.name = name
         self.spec = model
@@ -137,7 +139,7 @@ class TorchHost:
         return Weights(self.name, self.module)
 
     def _make_forward(self) -> Forward:
-        return Forward(self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size)
+        return self.FORWARD(self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size)
 
     def _layers(self) -> Sequence[torch.nn.Module]:
         return [layer for _, layer in repeated_layers(self.module)]

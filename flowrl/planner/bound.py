@@ -11,24 +11,29 @@ Memory counts for each role alone only: what roles share a mesh could all be par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flowrl.planner.fill import Budget, Spent
-from flowrl.planner.free import Free
+from flowrl.planner.free import Free, free_spaces
 from flowrl.planner.problem import INFINITE, Problem, num_splits
 from flowrl.planner.space import Space
 from flowrl.planner.tree import Leaf, Tree
 
 
-def bound_s(problem: Problem, limit_s: float = INFINITE, branches: int = 20_000) -> float:
+def bound_s(
+    problem: Problem, limit_s: float = INFINITE, branches: int = 20_000, spaces: Sequence[Free] | None = None
+) -> float:
     """No plan of the search space takes less; at most `limit_s`. Infinite where nothing fits and there is no limit.
 
     Args:
         limit_s: seconds of a plan that is known. What cannot be below them is not looked at.
         branches: partial placements that are looked at. Where they do not suffice the bound is that of those left: lower, and
             right.
+        spaces: `free_spaces(problem)`, where they are there already.
     """
     best = limit_s
-    for part in problem.parts:
-        best = min(best, _bound_s(Free(part), best, branches))
+    for space in free_spaces(problem) if spaces is None else spaces:
+        best = min(best, _bound_s(space, best, branches))
     return best
 
 

@@ -9,6 +9,7 @@ from flowrl.errors import PlanError
 from flowrl.graph.nodes import Graph
 from flowrl.planner.bound import bound_s
 from flowrl.planner.finish import finished
+from flowrl.planner.free import free_spaces
 from flowrl.planner.lower import plan_of
 from flowrl.planner.problem import LEAST_CHANGE, Candidate, Found, Problem, digits, host_bytes
 from flowrl.planner.report import Alternative, Searched
@@ -31,11 +32,13 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     timed = [_timed(found.problem, one, graph) for one in kept]
     # without parked state, what a plan takes beyond what the search counts
     beside = [max(0.0, plan.seconds - one.seconds) for plan, one in zip(timed, kept, strict=True) if not _parks(one)]
+    spaces = free_spaces(found.problem)
     hidden = finished(
         found.problem,
         min(one.seconds for one in timed),
         min(beside, default=0.0),
         lambda one: _timed(found.problem, one, graph).seconds,
+        spaces,
     )
     if hidden is not None:
         kept.append(hidden)
@@ -59,7 +62,7 @@ def plan_found(found: Found, graph: Graph) -> Plan:
     models = {role.model: role.shape for role in sorted(found.problem.roles, key=lambda role: role.is_trained)}
     shapes = tuple(sorted(models.items()))
     known_s = min(one.seconds for one in timed)
-    return replace(plan, models=shapes, searched=_searched(placed, bound_s(found.problem, known_s)))
+    return replace(plan, models=shapes, searched=_searched(placed, bound_s(found.problem, known_s, spaces=spaces)))
 
 
 def _timed(problem: Problem, candidate: Candidate, graph: Graph) -> Candidate:

@@ -19,7 +19,7 @@ from flowrl.planner.placed import (
 )
 from flowrl.planner.problem import LEAST_CHANGE, Problem
 from flowrl.planner.simulate import memory
-from flowrl.planner.steps import Plan, Setting
+from flowrl.planner.steps import Plan, Setting, Step
 from flowrl.planner.tasks import Hold
 
 __all__ = [
@@ -214,9 +214,8 @@ def full_line(plan: Plan) -> str:
     )
 
 
-def tail_lines(plan: Plan) -> list[str]:
-    """Sampling whose slots mostly wait for the longest responses, a line for each such step."""
-    lines: list[str] = []
+def tails(plan: Plan) -> Iterator[tuple[Step, float, str]]:
+    """Sampling whose slots mostly wait for the longest responses: the step, the part of the time that they work, and why."""
     for step in plan.steps:
         used = step.predicted.slot_utilization
         if used is None or used >= IDLE:
@@ -224,8 +223,12 @@ def tail_lines(plan: Plan) -> list[str]:
         helps = "a lower cap helps" if plan.max_staleness else "a lower cap or Async helps"
         is_tail = plan.workload is None or len({*plan.workload.response_lengths.draw(TAIL_SAMPLE)}) > 1
         why = f"the longest responses decide; {helps}" if is_tail else "the last of its waves fills few of them"
-        lines.append(f"{step.name}: its slots work {used:.0%} of the time, {why}")
-    return lines
+        yield step, used, why
+
+
+def tail_lines(plan: Plan) -> list[str]:
+    """`tails`, a line for each."""
+    return [f"{step.name}: its slots work {used:.0%} of the time, {why}" for step, used, why in tails(plan)]
 
 
 def alternative_lines(plan: Plan) -> list[str]:

@@ -13,12 +13,12 @@ together are counted in `Effort.finished`. What is found need not be the best; t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flowrl.planner.fill import SAME, Budget, Fill, Least, Spent, Walk
 from flowrl.planner.forced import Forced
-from flowrl.planner.free import Free
+from flowrl.planner.free import Free, free_spaces
 from flowrl.planner.options import Option
 from flowrl.planner.problem import INFINITE, LEAST_CHANGE, Candidate, Problem, num_splits
 from flowrl.planner.space import Space
@@ -36,18 +36,21 @@ Finish = Callable[[Candidate], float]
 """Seconds of the plan of a candidate."""
 
 
-def finished(problem: Problem, known_s: float, beside_s: float, finish: Finish) -> Candidate | None:
+def finished(
+    problem: Problem, known_s: float, beside_s: float, finish: Finish, spaces: Sequence[Free] | None = None
+) -> Candidate | None:
     """The placement with the fastest finished plan, if it is clearly faster than one that is known.
 
     Args:
         known_s: seconds of the best finished plan that is known.
         beside_s: what plans take at least beyond the work of models: operators, rows on their way.
         finish: gives seconds of a finished plan.
+        spaces: `free_spaces(problem)`, where they are there already.
     """
     looked = _Looked(problem, known_s, beside_s, finish)
     try:
-        for part in problem.parts:
-            looked.look(Free(part, problem))
+        for space in free_spaces(problem) if spaces is None else spaces:
+            looked.look(space)
     except Spent:
         pass
     return looked.lighter()
@@ -95,8 +98,7 @@ class _Looked:
         self.left = Budget(MOST_LIGHTER * len(self.problem.roles))
         problem = self.problem.on(self.best)
         space = Space(problem, self.problem)
-        split = tuple(tuple(space.index[option.role] for option in one.options) for one in self.best.combinations)
-        fill = Fill(space, split, self.best.meshes, Budget(BRANCHES))
+        fill = Fill(space, space.split_of(self.best), self.best.meshes, Budget(BRANCHES))
         chosen = {space.index[o.role]: o for one in self.best.combinations for o in one.options}
         try:
             for role, mine in sorted(chosen.items()):

@@ -31,10 +31,11 @@ class _Slot:
     """A call, as far as memory goes."""
 
     task: int
-    role: str
     node: str
+    states: tuple[State, ...]
+    """That it uses."""
     left_bytes: float
-    """Beside the call and the state it uses."""
+    """Beside the call and these."""
 
 
 class Forced:
@@ -49,11 +50,6 @@ class Forced:
     def seconds(self, candidate: Candidate) -> float:
         """No plan of a candidate, with its order, takes less."""
         problem, order = self.problem, candidate.order
-        placed = {
-            option.role: (at, mesh, option)
-            for at, (mesh, one) in enumerate(zip(candidate.meshes, candidate.combinations, strict=True))
-            for option in one.options
-        }
         split = [[self.index[option.role] for option in one.options] for one in candidate.combinations]
         shape = shape_of(self.work, problem.roles, split)
         seconds = list(candidate.work_s)
@@ -62,7 +58,9 @@ class Forced:
                 seconds[at] = 0.0  # the plan counts what it waits for otherwise
             else:
                 mine = problem.roles[role]
-                seconds[at] = max(0.0, seconds[at] - moves_s(problem, mine, placed[mine.name][2], mine.calls[call]))
+                seconds[at] = max(
+                    0.0, seconds[at] - moves_s(problem, mine, candidate.option(mine.name), mine.calls[call])
+                )
         delays: dict[tuple[int, int], float] = {}
         busy = shape.loads(seconds)
         for at, (mesh, one) in enumerate(zip(candidate.meshes, candidate.combinations, strict=True)):
@@ -73,7 +71,7 @@ class Forced:
             )
             around = [*pairwise(slots), (slots[-1], slots[0])] if len(slots) > 1 else []
             for first, second in around:
-                wait = self._gap_s(mesh, one.options, first, second)
+                wait = self._gap_s(first, second)
                 busy[at] += wait
                 if second is not slots[0]:
                     delays[first.task, second.task] = wait
@@ -117,17 +115,15 @@ class Forced:
             assert call is not None
             name, own = self.problem.roles[role].name, self.problem.roles[role].calls[call]
             mine = self._of(mesh, by_role[name])
-            used = sum(mine.during(own.work).values()) + sum(one.device_bytes for one in _used(mine, own.node))
-            found.append(_Slot(task, name, own.node, self.problem.room_bytes - resting - used))
+            states = tuple(one for one in mine.states if own.node in one.calls)
+            used = sum(mine.during(own.work).values()) + sum(one.device_bytes for one in states)
+            found.append(_Slot(task, own.node, states, self.problem.room_bytes - resting - used))
         return found
 
-    def _gap_s(self, mesh: Mesh, options: Sequence[Option], first: _Slot, second: _Slot) -> float:
+    def _gap_s(self, first: _Slot, second: _Slot) -> float:
         """Copies in and out have a lane each."""
-        by_role = {option.role: option for option in options}
-        here = _used(self._of(mesh, by_role[first.role]), first.node)
-        there = _used(self._of(mesh, by_role[second.role]), second.node)
-        coming = [one for one in there if one not in here]
-        leaving = [one for one in here if one not in there and first.node in one.writers]
+        coming = [one for one in second.states if one not in first.states]
+        leaving = [one for one in first.states if one not in second.states and first.node in one.writers]
         forced = max(_forced_bytes(coming, first.left_bytes), _forced_bytes(leaving, second.left_bytes))
         return forced / self.problem.cluster.host_link.bytes_s
 
@@ -136,10 +132,6 @@ class Forced:
         if key not in self._held:
             self._held[key] = held(self.problem, self.problem.roles[self.index[option.role]], mesh, option)
         return self._held[key]
-
-
-def _used(mine: Held, node: str) -> list[State]:
-    return [one for one in mine.states if node in one.calls]
 
 
 def _forced_bytes(states: Sequence[State], room_bytes: float) -> float:

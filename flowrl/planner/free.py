@@ -11,6 +11,11 @@ from flowrl.planner.problem import Problem
 from flowrl.planner.space import Space
 
 
+def free_spaces(problem: Problem) -> tuple[Free, ...]:
+    """Of the whole cluster, then of its parts."""
+    return tuple(Free(part, problem) for part in problem.parts)
+
+
 class Free(Space):
     """The same problem, with state that is moved in no time. `real` has what such an option really is."""
 
@@ -35,7 +40,10 @@ class Free(Space):
     def is_roomy(self) -> bool:
         """Whether one host has room for the most that each role keeps on hosts."""
         most = (
-            max((one.host_bytes for size in self.sizes for one in self.every_option(role, size)), default=0.0)
+            max(
+                (one.host_bytes for size in self.sizes for one in super(Free, self).every_option(role, size)),
+                default=0.0,
+            )
             for role in range(len(self.roles))
         )
         return sum(most) <= self.cluster.host.memory_bytes

@@ -34,7 +34,7 @@ def others_of(
     """
     if not effort.alternatives:
         return Others()
-    mine = _split(space, best)
+    mine = space.split_of(best)
     budget = Budget(effort.alternative_branches)
     found = [] if fastest == best else [fastest]
     found += [] if on_all is None or on_all.per_node == best.per_node else [on_all]
@@ -64,10 +64,6 @@ def others_of(
             known[one.placement] = one.seconds
             kept.append(one)
     return Others(tuple(kept), (*refused, *unfit))
-
-
-def _split(space: Space, candidate: Candidate) -> Split:
-    return tuple(tuple(space.index[option.role] for option in one.options) for one in candidate.combinations)
 
 
 def _variants(space: Space, best: Candidate) -> list[tuple[str, Callable[[Option], bool], bool]]:

@@ -14,7 +14,7 @@ from flowrl.planner.floors import floors
 from flowrl.planner.handover import Side, handover_s
 from flowrl.planner.options import Choices, Option, all_options
 from flowrl.planner.orders import Shape
-from flowrl.planner.problem import INFINITE, Problem, place, shape_of, slice_sizes, splits, work_of
+from flowrl.planner.problem import INFINITE, Candidate, Problem, place, shape_of, slice_sizes, splits, work_of
 from flowrl.planner.roles import Role
 from flowrl.planner.ties import burden, splitting
 from flowrl.planner.waiting import handovers_of
@@ -192,6 +192,10 @@ class Space:
         return self.handover(role, placed[role.weights_from], placed[role.name])
 
     # --------------------------------------------------------------------------------------------------------- meshes
+
+    def split_of(self, candidate: Candidate) -> Split:
+        """The sets of a plan's roles, by its meshes."""
+        return tuple(tuple(self.index[option.role] for option in one.options) for one in candidate.combinations)
 
     def meshes(self, sizes: tuple[int, ...]) -> tuple[Mesh, ...] | None:
         """Where sets of these sizes stand: the largest first, each at the lowest free place; None when they do not fit."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowrl.graph.flows import Flow
 from flowrl.graph.nodes import Graph
 from flowrl.mesh.devices import Efficiency
-from flowrl.planner.figures import tail_lines
+from flowrl.planner.figures import tails
 from flowrl.planner.roles import rows_of
 from flowrl.planner.simulate import period
 from flowrl.planner.steps import Step
@@ -131,12 +131,9 @@ def _bottleneck(scene: Scene) -> Figure:
 
 def _slots(scene: Scene) -> Iterator[Figure]:
     """Sampling whose slots mostly wait."""
-    for line in tail_lines(scene.plan):
-        for step in scene.plan.steps:
-            used = step.predicted.slot_utilization
-            if used is not None and line.startswith(start := f"{step.name}: its slots work {used:.0%} of the time, "):
-                note = f"predicted, part of the time that slots of {step.name} work; {line.removeprefix(start)}"
-                yield Figure("slots at work", units.percent(used), note, used)
+    for step, used, why in tails(scene.plan):
+        note = f"predicted, part of the time that slots of {step.name} work; {why}"
+        yield Figure("slots at work", units.percent(used), note, used)
 
 
 def _is_bound_by_staleness(scene: Scene) -> bool:

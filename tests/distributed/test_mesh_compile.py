@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from flowrl.engines.host_torch import TorchEngine
+from tests.distributed import test_mesh_training as training
 from tests.distributed.mesh_cases import ADAPTED, CASES, Case, model_of, train, uses_of
-from tests.distributed.test_mesh_training import assert_equal_reports, run
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 STEPS, LAYERS = 3, 2
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = training.one_thread
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     work = {"f2": ["compiled", *(["compiled_adapters"] if HAS_PEFT else [])], "t2": ["compiled"]}
-    return run(2, tmp_path_factory.mktemp("compiled"), work)
+    return training.run(2, tmp_path_factory.mktemp("compiled"), work)
 
 
 def assert_as_uncompiled(found: dict[str, Any], case: Case) -> None:
     expected = train(TorchEngine().open("alone", model_of(case), uses_of(case), seed=0), case, steps=STEPS)
-    assert_equal_reports(found["reports"], expected["reports"])
+    training.assert_equal_reports(found["reports"], expected["reports"])
     for key in ("before", "after"):
         np.testing.assert_allclose(found[key], expected[key], atol=1e-5, rtol=1e-5)
     moved = 0.0

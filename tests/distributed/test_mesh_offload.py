@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.distributed.test_mesh_training import run
+from tests.distributed import test_mesh_training as training
 
 WORK = {
     2: {"f2": ["offloads", "parked"], "t2": ["offloads"]},
@@ -18,17 +16,14 @@ WORK = {
 STORES = {"park": "ResidentAdamW", "sopt": "StreamedAdamW", "opt": "CpuAdamW"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = training.one_thread
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    return {world: run(world, tmp_path_factory.mktemp(f"offload{world}"), work) for world, work in WORK.items()}
+    return {
+        world: training.run(world, tmp_path_factory.mktemp(f"offload{world}"), work) for world, work in WORK.items()
+    }
 
 
 @pytest.mark.parametrize("layout", ["f2", "t2", "f2t2"])

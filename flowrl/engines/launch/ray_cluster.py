@@ -129,11 +129,11 @@ def _silent(address: str) -> str:
     A connection is not enough: the port may be another program's by now, or the cluster may hang. What speaks gRPC sends its
     settings to whoever begins (HTTP/2, RFC 9113, 3.4).
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    where = _host_and_port(address)
+    if where is None:
         return "this is no HOST:PORT"
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as one:
+        with socket.create_connection(where, timeout=ANSWER_S) as one:
             if os.environ.get("RAY_USE_TLS", "0") != "0":
                 return ""
             one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
@@ -141,6 +141,12 @@ def _silent(address: str) -> str:
             return "" if said[3:4] == _SETTINGS[3:4] else "what listens there is no Ray cluster"
     except OSError as error:
         return str(error) or type(error).__name__
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """None for text that is no such address."""
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and int(port) <= 65535 else None
 
 
 def _join(address: str) -> None:
@@ -166,13 +172,13 @@ def _start_here(options: RayOptions, nproc: int) -> None:
 
 
 def _refuse_silent(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    where = _host_and_port(address)
+    if where is None:
         raise ConfigError(f"the address of a Ray cluster is HOST:PORT, auto or local; found {address!r} (RAY_ADDRESS)")
     if silent := _silent(address):
         raise ConfigError(
-            f"no Ray cluster answers at {address}: {silent}; start one there (ray start --head --port {port}), or leave out the "
-            "address and RAY_ADDRESS for one of this host"
+            f"no Ray cluster answers at {address}: {silent}; start one there (ray start --head --port {where[1]}), or leave out "
+            "the address and RAY_ADDRESS for one of this host"
         )
 
 

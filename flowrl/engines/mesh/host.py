@@ -77,6 +77,7 @@ def _on_host(name: str, model: Model, uses: frozenset[str], seed: int) -> tuple[
 class MeshHost(TorchHost):
     """One model on a mesh. See `flowrl.engines.protocol.Host`."""
 
+    FORWARD = VocabularyForward
     weights: MeshWeights
 
     def __init__(
@@ -107,11 +108,7 @@ class MeshHost(TorchHost):
     def _make_forward(self) -> Forward:
         what = f"the first forward passes of model '{self.name}'"
         with self.mesh.guard.waiting(what), torch.no_grad():
-            forward = self.sharded.call(
-                lambda: VocabularyForward(
-                    self.name, self.module, head=self.spec.head, vocab_size=self.tokenizer.vocab_size
-                )
-            )
+            forward = self.sharded.call(super()._make_forward)
         self.sharded.release()
         # probes compare floats: ranks must not decide differently
         found = self.mesh.exchange((forward.split, forward.shares_prompts, forward.packs), what)
